@@ -32,8 +32,9 @@ from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.flags import POLICY, POLICY_HELP
 from vllm_steer.server.http.error_response import ERRORS
-from vllm_steer.server.http.request_guard import UNSTEERABLE_ROUTES
+from vllm_steer.server.http.request_guard import FORM_ROUTES, UNSTEERABLE_ROUTES
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
+from vllm_steer.server.http.websocket import REALTIME_ROUTE
 from vllm_steer.server.routes import capabilities, captures, live, patch
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
@@ -352,7 +353,9 @@ def http() -> str:
         "refused with HTTP 400, and so are these fields of other projects; the same holds inside `vllm_xargs`, `extra_args` and\n"
         "`extra_body`, and for `SamplingParams(extra_args=...)`. All other unknown fields are ignored, as in stock vLLM.\n\n"
         "Routes that run the model but cannot steer refuse all these fields at the top level of a JSON body:\n"
-        f"{', '.join(f'`{route}`' for route in sorted(UNSTEERABLE_ROUTES))}.\n\n"
+        f"{', '.join(f'`{route}`' for route in sorted(UNSTEERABLE_ROUTES))}.\n"
+        f"So do the forms of {' and '.join(f'`{route}`' for route in FORM_ROUTES)}, and events of `{REALTIME_ROUTE}`, also in their "
+        "`session`.\n\n"
         + table(("field", "project", "message"), others)
         + "\n## Fields of their responses\n\n"
         + table(("field", "description"), response_fields)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
+import threading
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ import pytest
 from vllm.entrypoints.launchers import run_batch
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 
-from tests.server.fakes import FakeEngine, vector
+from tests.server.fakes import FakeEngine, engine_context, vector
 from tests.server.http.answers import SPEC, captured, done, finish_samples
+from tests.server.http.test_registry_queries import RemoteStore
 from tests.server.server import HIDDEN, MODEL, environment, vllm_command
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.compat.plugin import wrap_front_end
+from vllm_steer.frontend import context as contexts
 from vllm_steer.frontend.reach import Unreached
+from vllm_steer.registry.errors import RegistryUnavailableError
+from vllm_steer.registry.storage import MemoryStore
 from vllm_steer.server import batch
 from vllm_steer.server.http.request_context import current_request
 from vllm_steer.spec import Selector
@@ -31,7 +36,12 @@ FIELD = {"post_block": {"1": vector()}}
 
 
 async def responses_to(
-    lines: list[tuple[str, dict[str, Any]]], *, data: Any = None, unreached: Unreached = (), **flags: int
+    lines: list[tuple[str, dict[str, Any]]],
+    *,
+    data: Any = None,
+    unreached: Unreached = (),
+    engine: FakeEngine | None = None,
+    **flags: int,
 ) -> list[Any]:
     """Return the responses of ``run_batch`` to lines (url, body); the fake handlers accept any body.
 
@@ -61,7 +71,7 @@ async def responses_to(
             [await run_batch.run_request(handler, request, run_batch.BatchProgressTracker()) for request in requests]
         )
 
-    await batch.run(all_lines, FakeEngine(), Namespace(**flags))
+    await batch.run(all_lines, FakeEngine() if engine is None else engine, Namespace(**flags))
     return [json.loads(answer.model_dump_json()) for answer in made]
 
 
@@ -142,6 +152,40 @@ async def test_wrong_fields_fail_only_their_line() -> None:
     assert bad["response"]["status_code"] == 400
     assert bad["error"]["error"]["param"] == "capture.memory.hooks.post_block"
     assert good["error"] is None
+
+
+@pytest.mark.parametrize("fields", [{}, {"steering_modules": ["calm"]}])
+async def test_the_event_loop_does_not_query_the_registry(fields: dict[str, Any]) -> None:
+    """Catches a line that stops all others while it waits for the database, and one that loses its module."""
+    store = RemoteStore()
+    context = engine_context(store=store)
+    context.registry.register("calm", base={"post_block": {1: vector()}})
+    engine = FakeEngine()
+    setattr(engine.input_processor, contexts._CONTEXT, context)
+    store.threads.clear()
+    (answer,) = await responses_to([(CHAT, {"messages": MESSAGES, **fields})], engine=engine)
+    assert answer["error"] is None
+    assert ("steering_applied" in answer["response"]["body"]) is bool(fields)
+    assert store.threads and threading.current_thread() not in store.threads
+
+
+async def test_reports_a_registry_that_cannot_be_read() -> None:
+    """Catches an internal error without the reason, and a line answered without the module that it names."""
+
+    class Lost(MemoryStore):
+        is_remote = True
+
+        def is_stale(self) -> bool:
+            raise RegistryUnavailableError("registry", "the database is down")
+
+    context = engine_context()
+    engine = FakeEngine()
+    setattr(engine.input_processor, contexts._CONTEXT, context)
+    context.registry._store = Lost()
+    (answer,) = await responses_to([(CHAT, {"messages": MESSAGES, "steering_modules": ["calm"]})], engine=engine)
+    error = answer["error"]["error"]
+    assert (error["code"], error["param"]) == (400, "registry")
+    assert "the database is down" in error["message"]
 
 
 def test_the_run_batch_command(model: Path, tmp_path: Path) -> None:

@@ -76,11 +76,18 @@ class CaptureManager:
                 self._consumers[name] = make_consumer(name, own, "capture_consumers")
                 self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"{THREAD_PREFIX}{name}")
                 self._meters[name] = ConsumerMetrics(model, name)
+                self._start(name)
             capabilities.check(compile_program([], [spec for _, spec in self.server_wide]), None)
             self.check(self.server_wide)
         except BaseException:
             self.close()  # the names of runs are free for the next start
             raise
+
+    def _start(self, name: str) -> None:
+        try:
+            self._consumers[name].start(self.model_name)
+        except SteeringError as error:
+            raise SteeringError(f"capture_consumers.{name}.{error.field}", error.problem) from error
 
     def check(self, specs: Specs) -> None:
         """Check that every named consumer exists and accepts its spec.

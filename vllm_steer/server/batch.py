@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 
+from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
 from vllm_steer.server.capture_store import CaptureFormat
 from vllm_steer.server.http.applied_field import FIELD as APPLIED_FIELD
-from vllm_steer.server.http.apply_fields import RequestRefused, refuse_fields
+from vllm_steer.server.http.apply_fields import RequestRefused, refuse_fields, refused
 from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, missing_reports
 from vllm_steer.server.http.field_scanner import find_fields
 from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY
@@ -61,9 +62,10 @@ async def run_request_line(original: Handler, handler: Handler, request: Any, *m
     async def handle(body: Any, *args: Any, **kwargs: Any) -> Any:
         _check_fields(body, request.url)
         batch = _current_batch.get()
-        context = RequestContext(engine=batch.engine)  # without a store of captures
+        context = RequestContext()  # without a store of captures
         token = current_request.set(context)
         try:
+            await _use_engine(context, batch.engine)
             response = await handler(body, *args, **kwargs)
         finally:
             current_request.reset(token)
@@ -83,6 +85,14 @@ async def run_request_line(original: Handler, handler: Handler, request: Any, *m
         return response
 
     return await original(handle, request, *more)
+
+
+async def _use_engine(context: RequestContext, engine: EngineContext | None) -> None:
+    """Set the engine; raise ``RequestRefused`` if its registry cannot be read."""
+    try:
+        await context.use_engine(engine)
+    except SteeringError as error:
+        raise refused(error) from error
 
 
 def _check_fields(body: Any, url: str) -> None:

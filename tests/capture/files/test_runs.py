@@ -7,14 +7,20 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tests.capture.captured import assert_same, captured
+from tests.server.fakes import REPORT
 from vllm_steer.capture import CapturedRequest
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.capture.files.layouts import LayoutName
 from vllm_steer.capture.files.reader import StoredRequest, open_captures
-from vllm_steer.capture.results import SubmittedRequest, Unreached
+from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.results import SiteRows, SubmittedRequest, Unreached
+from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
 
 LAYOUTS: tuple[LayoutName, ...] = ("per_request", "packed", "sharded")
@@ -28,9 +34,11 @@ def request(number: int, sample: int = 0, seed: int = 0) -> CapturedRequest:
     return dataclasses.replace(found, submission=number)
 
 
-def write(root: Path, requests: list[CapturedRequest], layout: LayoutName = "packed", run: str | None = None) -> None:
+def write(
+    root: Path, requests: list[CapturedRequest], layout: LayoutName = "packed", run: str | None = None, **options: bool
+) -> None:
     """Submit requests in the order of their numbers, and store them in the given order."""
-    consumer = FilesystemConsumer(root=str(root), layout=layout, run=run)
+    consumer = FilesystemConsumer(root=str(root), layout=layout, run=run, **options)
     for each in sorted(requests, key=lambda request: (request.submission, request.sample)):
         assert each.submission is not None
         consumer.begin(SubmittedRequest(each.request_id, each.sample, each.submission, each.spec))
@@ -86,13 +94,78 @@ def test_one_run(tmp_path: Path) -> None:
 def test_name_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
     """Catches a second run with one name, whose lost requests are hidden and whose requests mix with the first's."""
     write(tmp_path, [request(0)], run="baseline")
-    with pytest.raises(SteeringError, match=r"run: .* already has requests of a run 'baseline'; choose another name"):
+    with pytest.raises(
+        SteeringError,
+        match=r"run: .* already has requests of a run 'baseline'; choose another name, .* or set resume=true",
+    ):
         write(tmp_path, [request(0, seed=100)], run="baseline")
     write(tmp_path, [request(0)], run="other")
     write(tmp_path, [request(0)])
     write(tmp_path / "elsewhere", [request(0)], run="baseline")
     assert open_captures(tmp_path).runs[:2] == ("baseline", "other")
     assert not [*tmp_path.glob(".*.run")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_goes_on(tmp_path: Path, layout: LayoutName) -> None:
+    """Catches a restart that fails, repeats numbers, changes stored rows, or hides the requests that were lost."""
+    before = [request(0), request(1, 0), request(1, 1)]
+    write(tmp_path, before, layout, "x", resume=True)
+    first = FilesystemConsumer(root=str(tmp_path), layout=layout, run="x", resume=True)
+    first.begin(SubmittedRequest("lost", 0, 0, before[0].spec))
+    first.close()
+    write(tmp_path, [request(7, seed=50)], layout, "y")
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    after = [request(0, seed=100), request(1, seed=100)]
+    write(tmp_path, after, layout, "x", resume=True)
+    assert {path: path.read_bytes() for path in files} == files
+    captures = open_captures(tmp_path, run="x")
+    assert [(each.submission, each.sample) for each in captures] == [(0, 0), (1, 0), (1, 1), (3, 0), (4, 0)]
+    for stored, each in zip(captures, [*before, *after], strict=True):
+        assert_same(stored, each)
+    assert [(entry.submission, entry.request_id) for entry in captures.missing()] == [(2, "lost")]
+    assert open_captures(tmp_path).runs == ("x", "y")
+
+
+def test_a_run_is_resumed_after_requests_that_the_journal_lacks(tmp_path: Path) -> None:
+    """Catches a number that a stored request has already, because its line of the journal was not written."""
+    write(tmp_path, [request(0), request(4)], run="x")
+    for journal in tmp_path.glob("requests-*"):
+        journal.unlink()
+    write(tmp_path, [request(0, seed=100)], run="x", resume=True)
+    assert [stored.submission for stored in open_captures(tmp_path)] == [0, 4, 5]
+
+
+def test_failed_requests_of_a_resumed_run(tmp_path: Path) -> None:
+    """Catches the reason of a failure under the number of another request."""
+    write(tmp_path, [request(0)], run="x")
+    consumer = FilesystemConsumer(root=str(tmp_path), run="x", resume=True)
+    bad = dataclasses.replace(request(0), sites={("post_block", 1): SiteRows(np.arange(2), torch.zeros(3, 4))})
+    with pytest.raises(ValueError, match="3 captured rows"):
+        consumer.accept(bad)
+    consumer.close()
+    (missing,) = open_captures(tmp_path).missing()
+    assert (missing.submission, "3 captured rows" in str(missing.error)) == (1, True)
+
+
+def test_what_cannot_be_resumed(tmp_path: Path) -> None:
+    """Catches rows of two models in one run, a name that stays locked, and an option that is ignored."""
+    write(tmp_path, [request(0)], run="x")
+    capabilities = Capabilities.merge([REPORT], SteeringConfig())
+    options = {"root": str(tmp_path), "run": "x", "resume": True}
+    found = r"capture_consumers.filesystem.run: 'x' has requests of the model '.*', not 'another'; choose another name"
+    with pytest.raises(SteeringError, match=found):
+        CaptureManager(capabilities, "another", {"filesystem": options})
+    CaptureManager(capabilities, request(0).model, {"filesystem": options}).close()
+    first = FilesystemConsumer(**options)
+    with pytest.raises(SteeringError, match="run: 'x' is the run of another writer"):
+        FilesystemConsumer(**options)
+    first.close()
+    with pytest.raises(SteeringError, match="resume: has no effect without run"):
+        FilesystemConsumer(root=str(tmp_path), resume=True)
+    (tmp_path / "a.safetensors").write_bytes(b"damaged")
+    with pytest.raises(SteeringError, match=r"run: cannot read the runs of the directory: .*a\.safetensors"):
+        FilesystemConsumer(**options)
 
 
 def test_name_of_a_running_writer_is_refused(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vllm_steer import SteeringError
 from vllm_steer.params import PROGRAM_KEY, compile_fields
 from vllm_steer.server.http import compiled_fields
 from vllm_steer.server.http.compiled_fields import compile_json_fields
+from vllm_steer.spec import pack_vector
 
 
 def fields(**changes: Any) -> dict[str, Any]:
@@ -26,6 +28,15 @@ def test_equal_fields_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     first = compile_json_fields(fields())
     first["other"] = b"1"
     assert compile_json_fields(fields()) == compile_fields(fields())
+    assert len(calls) == 1
+
+
+def test_a_vector_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a cache for which a vector of 8,192 numbers, as large models have, is too large."""
+    calls: list[Any] = []
+    monkeypatch.setattr(compiled_fields, "compile_fields", lambda given: calls.append(given) or compile_fields(given))
+    given = {"steering_vectors": {"post_block": {"1": {"vector": pack_vector(np.full(8192, 1.5, dtype="f4"))}}}}
+    assert compile_json_fields(given) == compile_json_fields(given) == compile_fields(given)
     assert len(calls) == 1
 
 

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_steer.params import FIELDS
-from vllm_steer.server.http.field_scanner import _FORM_PART, _object, find_fields, form_field, is_utf8, may_hold_fields
+from vllm_steer.server.http.field_scanner import (
+    _FORM_PART,
+    _object,
+    find_fields,
+    form_field,
+    form_names,
+    is_utf8,
+    may_hold_fields,
+)
 
 names = st.sampled_from(FIELDS)
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -175,19 +183,25 @@ def test_utf8_is_detected(encoding: str) -> None:
 def test_form_fields_are_found(name: str, quote: str) -> None:
     """Catches steering fields in an audio upload, which vLLM would drop."""
     part = f"--x\r\nContent-Disposition: form-data; name={quote}{name}{quote}\r\n\r\n{{}}\r\n--x--".encode()
-    assert form_field(part) == name
+    assert form_field(form_names(part)) == name
+
+
+def test_form_objects_are_found() -> None:
+    """Catches an object from OpenAI's clients, which write each of its values as a part."""
+    part = b'--x\r\nContent-Disposition: form-data; name="capture[memory][hooks][post_block][]"\r\n\r\n1\r\n--x--'
+    assert form_field(form_names(part)) == "capture"
 
 
 def test_form_values_are_not_fields() -> None:
     """Catches a refusal of an upload whose text speaks of steering."""
     part = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nname="steering" steering\r\n--x--'
-    assert form_field(part) is None
+    assert form_field(form_names(part)) is None
 
 
 @pytest.mark.parametrize("piece", [b"form-data;", b'form-data; name="', b"form-data;name="])
 def test_forms_are_scanned_once(piece: bytes) -> None:
     """Catches a search that is quadratic in the length of a line, with which a small upload could block the server."""
     form = b"steering" + piece * 1_000
-    assert form_field(form) is None
+    assert form_field(form_names(form)) is None
     assert len(_FORM_PART.findall(form)) == 1
-    assert form_field(form + b'form-data; filename="x"; name="capture"\r\n') == "capture"
+    assert form_field(form_names(form + b'form-data; filename="x"; name="capture"\r\n')) == "capture"

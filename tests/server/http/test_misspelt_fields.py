@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Misspelt fields in bodies of routes that run the model but cannot steer."""
+"""Misspelt fields in bodies, forms and events of routes that run the model but cannot steer."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocket, WebSocketDisconnect
+from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
+from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest
 
 from tests.server.application import client_of, make_app
 from tests.server.fakes import FakeEngine
 from tests.server.http.test_middleware import FIELDS, ROUTE, refusal
 from vllm_steer.server.http import misspelt_fields
+from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_guard import UNSTEERABLE_ROUTES
 
+AUDIO = "/v1/audio/transcriptions"
+UPLOAD = {"file": ("a.wav", b"RIFF")}
 MISSPELT = {
     "steering_vector": "did you mean steering_vectors",
     "Steering-Vectors": "did you mean steering_vectors",
@@ -41,6 +49,79 @@ async def test_finds_misspelt_fields_in_other_encodings(encoding: str, client: h
     body = json.dumps({"steering_vector": {}}).encode(encoding)
     headers = {"content-type": "application/json"}
     assert refusal(await client.post("/v1/messages", content=body, headers=headers))["param"] == "steering_vector"
+
+
+@pytest.mark.parametrize("suffix", ["", "[post_block][1][]"])
+@pytest.mark.parametrize(("name", "words"), MISSPELT.items())
+async def test_refuses_misspelt_fields_of_forms(name: str, words: str, suffix: str, client: httpx.AsyncClient) -> None:
+    """Catches a transcription without steering for a misspelt part of the form, or a part of an object."""
+    answer = await client.post(AUDIO, files=UPLOAD, data={name + suffix: "{}"})
+    error = refusal(answer)
+    assert error["param"] == name
+    assert words in error["message"] and f"{AUDIO} cannot steer" in error["message"]
+
+
+async def test_refuses_the_misspelt_field_in_each_chunk(client: httpx.AsyncClient) -> None:
+    """Catches a name that two chunks of an upload share, and one whose first half is taken for a name."""
+    form = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nRIFF\r\n'
+    head = form + b'--x\r\nContent-Disposition: form-data; name="'
+
+    async def post(name: bytes, cut: int) -> httpx.Response:
+        body = head + name + b'"\r\n\r\n1\r\n--x--\r\n'
+
+        async def chunks() -> AsyncIterator[bytes]:
+            yield body[:cut]
+            yield body[cut:]
+
+        return await client.post(AUDIO, content=chunks(), headers={"content-type": "multipart/form-data; boundary=x"})
+
+    for cut in range(len(head) - 12, len(head) + 20, 3):
+        assert refusal(await post(b"steering_vector", cut))["param"] == "steering_vector"
+        assert (await post(b"capture_id", cut)).json() == {"length": 4}
+
+
+async def test_forms_of_vllm_pass(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Catches refusals of vLLM's own parts, of values, file names and of forms that no model reads."""
+    names = {*TranscriptionRequest.model_fields, *TranslationRequest.model_fields} - {"file"}
+    data = {**dict.fromkeys(names, "steering_vector"), "timestamp_granularities[]": "word", "note": 'name="captrue"'}
+    upload = {"file": ("steering_vector.wav", b"captrue")}
+    assert (await client.post(AUDIO, files=upload, data=data)).json() == {"length": 7}
+    assert (await client.post("/raw", files=UPLOAD, data={"steering_vector": "1"})).status_code == 200
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("name", "words"), MISSPELT.items())
+def test_refuses_misspelt_fields_of_realtime_events(name: str, words: str, nested: bool, engine: FakeEngine) -> None:
+    """Catches a realtime session that continues without steering after a misspelt field."""
+    app = make_app(engine)
+
+    async def echo(socket: WebSocket) -> None:
+        await socket.accept()
+        async for text in socket.iter_text():
+            await socket.send_text(text)
+
+    for route in ("/v1/realtime", "/other"):
+        app.websocket(route)(echo)
+    app.add_middleware(SteeringMiddleware)
+    plain = {"type": "session.update", "model": "m", "session": {"note": {name: 1}, "captrue": None}, "id": name}
+    wrong = {**plain, "session": {name: {}}} if nested else {**plain, name: {}}
+    client = TestClient(app)  # without its lifespan, which asks the engine
+    with client.websocket_connect("/v1/realtime") as socket:
+        for event in (plain, {"type": "input_audio_buffer.append", "audio": "steering_vector"}):
+            socket.send_json(event)
+            assert socket.receive_json() == event
+        assert engine.calls == []
+        socket.send_json(wrong)
+        answer = socket.receive_json()
+        assert answer["type"] == "error"
+        assert answer["error"].startswith(f"session.{name}: " if nested else f"{name}: ")
+        assert words in answer["error"] and "/v1/realtime cannot steer" in answer["error"]
+        with pytest.raises(WebSocketDisconnect):
+            socket.receive_json()
+        with client.websocket_connect("/other") as other:  # of an application beside vLLM
+            other.send_json(wrong)
+            assert other.receive_json() == wrong
 
 
 ANTHROPIC = {
@@ -79,6 +160,8 @@ async def test_misspelt_fields_without_enable_steering() -> None:
     client = client_of(make_app(FakeEngine(steering=False)))
     assert (await client.post("/v1/messages", json={"captures": {}, "lora_request": {}})).status_code == 200
     refusal(await client.post("/v1/messages", json={"steering_vector": {}}))
+    assert (await client.post(AUDIO, files=UPLOAD, data={"captures": "1"})).status_code == 200
+    refusal(await client.post(AUDIO, files=UPLOAD, data={"steering_vector": "1"}))
 
 
 async def test_compares_a_limited_number_of_names(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,3 +174,7 @@ async def test_compares_a_limited_number_of_names(client: httpx.AsyncClient, mon
         await client.post(ROUTE, json=FIELDS)  # the engine is known from here on
         await client.post(route, json=body)
         assert len(compared) == misspelt_fields._MAX_NAMES
+    compared.clear()
+    file = b"".join(b'form-data; name="key%d"\r\n' % i for i in range(5_000))
+    await client.post(AUDIO, files={"file": ("a", file)})
+    assert len(compared) == misspelt_fields._MAX_NAMES

@@ -33,6 +33,7 @@ class Consumer(ABC):
     method         called                            thread                             exceptions
     ============== ================================= ================================== ==============================
     ``__init__``   when the process starts           main thread; may block             the process does not start
+    ``start``      before the first request          main thread; may block             the process does not start
     ``check``      for each request that names the   request thread (a server's event   SteeringError rejects the
                    consumer, before it reaches the   loop); must not block              request; others are server
                    engine                                                               errors (500)
@@ -63,6 +64,17 @@ class Consumer(ABC):
     """Name in requests; must equal the name of the entry point."""
     spec_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Options that a request's spec may set: names and types (any annotation that pydantic supports)."""
+
+    def start(self, model: str) -> None:
+        """Prepare for requests of a model, or refuse it.
+
+        Args:
+            model: Name of the served model.
+
+        Raises:
+            SteeringError: The consumer cannot receive rows of this model.
+        """
+        return None
 
     def check(self, spec: CaptureSpec, field: str) -> None:
         """Reject a spec that this consumer cannot serve. Overrides should call ``super().check``.

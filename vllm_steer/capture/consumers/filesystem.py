@@ -21,6 +21,7 @@ from vllm_steer.capture.files.rotation import ROTATION_LIMITS, RotatingLayout
 from vllm_steer.capture.files.run_lock import RunLock
 from vllm_steer.capture.results import CapturedRequest, SubmittedRequest
 from vllm_steer.errors import SteeringError
+from vllm_steer.spec.scalars import shown
 
 _ByteCount = Annotated[
     int, BeforeValidator(lambda value: int(TypeAdapter(ByteSize).validate_python(value))), Field(gt=0)
@@ -58,6 +59,7 @@ class FilesystemConsumer(Consumer):
         max_size: _ByteCount | None = None,
         max_seconds: _Seconds | None = None,
         run: Annotated[str, Field(min_length=1, max_length=1024)] | None = None,
+        resume: bool = False,
     ) -> None:
         """Open the directory. Sizes are bytes and accept units, as in ``100GiB``.
 
@@ -71,18 +73,24 @@ class FilesystemConsumer(Consumer):
             max_size: Start a new file after this many bytes.
             max_seconds: Start a new file this long after the first request of the open one.
             run: Name of the run, stored with each request; by default the time of the start with a random ending. Each
-                start needs another name. With several API servers, ``-NUMBER`` of the server is appended.
+                start needs another name, unless ``resume`` is set. With several API servers, ``-NUMBER`` of the server
+                is appended.
+            resume: If the directory has the run, go on with it: requests are numbered from its last one. For servers
+                that are restarted with the same options.
 
         Raises:
-            SteeringError: The directory is not writable, it has a run with this name, or a limit is given for
-                ``per_request``.
+            SteeringError: The directory is not writable, it has a run with this name and ``resume`` is not set, or an
+                option has no effect.
         """
         limits = {"max_requests": max_requests, "max_size": max_size, "max_seconds": max_seconds}
         given: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
         if layout == "per_request" and given:
             raise SteeringError(next(iter(given)), "has no effect with layout per_request; use packed or sharded")
+        if resume and run is None:
+            raise SteeringError("resume", "has no effect without run; give the run a name")
         directory = CaptureDirectory(root, fsync=fsync, quota=quota)
-        self._lock = None if run is None else RunLock(directory, escape_surrogates(run))
+        self._lock = None if run is None else RunLock(directory, escape_surrogates(run), resume=resume)
+        self._first = 0 if self._lock is None else self._lock.next_submission
         run = timestamped_stem("run", time.time_ns()) if run is None else escape_surrogates(run)
         self._journal = SubmissionJournal(directory, run)
         self._directory, self._run = directory, run
@@ -100,8 +108,20 @@ class FilesystemConsumer(Consumer):
         self._layouts[layout] = opened
         return opened
 
+    def start(self, model: str) -> None:
+        """Refuse to resume a run of another model."""
+        models = set() if self._lock is None else self._lock.models - {escape_surrogates(model)}
+        if models:
+            raise SteeringError(
+                "run",
+                f"{shown(self._run)} has requests of the model {shown(min(models))}, not {shown(model)}; "
+                "choose another name, or leave it out",
+            )
+
     def begin(self, submitted: SubmittedRequest) -> None:
         """Add the request to the journal of submitted requests."""
+        if self._first:
+            submitted = replace(submitted, submission=self._first + submitted.submission)
         self._journal.add(submitted)
 
     def accept(self, captured: CapturedRequest) -> dict[str, Any]:
@@ -114,6 +134,8 @@ class FilesystemConsumer(Consumer):
         Raises:
             CaptureWriteError: The disk or the quota is full, or the directory is missing or not writable.
         """
+        if self._first and captured.submission is not None:
+            captured = replace(captured, submission=self._first + captured.submission)
         try:
             layout: LayoutName = captured.spec.options.get("layout", self._default)
             return (self._layouts.get(layout) or self._open(layout, {})).write(captured)

@@ -2,7 +2,7 @@
 """Exclusive use of a run's name in a directory.
 
 Requests are numbered from 0 in each run. Two runs with one name would mix their requests, and a request that one of
-them lost would count as stored if the other has the same number and id.
+them lost would count as stored if the other has the same number and id. A resumed run goes on with the next number.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import suppress
 from vllm_steer.capture.files.directory import CaptureDirectory
 from vllm_steer.capture.files.format import CaptureFileError
 from vllm_steer.capture.files.journal import read_journals
+from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec.scalars import shown
 
@@ -24,12 +25,22 @@ _ADVICE = "choose another name, or leave it out"
 class RunLock:
     """Lock of a run's name, held until `release`. A killed process leaves an empty file without a lock."""
 
-    def __init__(self, directory: CaptureDirectory, run: str) -> None:
+    def __init__(self, directory: CaptureDirectory, run: str, *, resume: bool = False) -> None:
         """Lock the name.
 
+        Args:
+            directory: Directory of the run's files.
+            run: The name.
+            resume: Whether to go on with a run of this name.
+
         Raises:
-            SteeringError: A running process uses the name, or a journal in the directory has it.
+            SteeringError: A running process uses the name, the directory has it and ``resume`` is not set, or the
+                directory cannot be read.
         """
+        self.next_submission = 0
+        """Number of the run's next request."""
+        self.models: frozenset[str] = frozenset()
+        """Models of the run's stored requests."""
         digest = hashlib.blake2b(run.encode(), digest_size=16).hexdigest()
         self._path = directory.path / f".{digest}.run"
         try:
@@ -41,14 +52,27 @@ class RunLock:
         except OSError as error:
             raise SteeringError("run", f"cannot lock {self._path}: {error.strerror}") from None
         try:
-            if any(entry.run == run for entry in read_journals(directory.path)):
-                raise SteeringError("run", f"{directory.path} already has requests of a run {shown(run)}; {_ADVICE}")
-        except CaptureFileError as error:
+            if resume:
+                self._read(directory, run)
+            elif any(entry.run == run for entry in read_journals(directory.path)):
+                raise SteeringError(
+                    "run",
+                    f"{directory.path} already has requests of a run {shown(run)}; {_ADVICE}, or set resume=true",
+                )
+        except (CaptureFileError, OSError) as error:
             self.release()
             raise SteeringError("run", f"cannot read the runs of the directory: {error}; leave the name out") from None
         except BaseException:
             self.release()
             raise
+
+    def _read(self, directory: CaptureDirectory, run: str) -> None:
+        """Read the numbers and models of the run's requests. The journal lacks requests that it could not note."""
+        stored = [request for request in open_captures(directory.path) if request.run == run]
+        numbers = [entry.submission for entry in read_journals(directory.path) if entry.run == run]
+        numbers += [request.submission for request in stored if request.submission is not None]
+        self.next_submission = max(numbers, default=-1) + 1
+        self.models = frozenset(request.model for request in stored)
 
     def _lock(self) -> int:
         while True:

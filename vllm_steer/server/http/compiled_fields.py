@@ -18,8 +18,8 @@ from cachetools import LRUCache
 
 from vllm_steer.params import compile_fields
 
-MAX_FIELD_BYTES = 16 << 10
-"""Encoded size up to which fields are cached."""
+MAX_FIELD_BYTES = 64 << 10
+"""Encoded size up to which fields are cached: a few vectors, whose base64 takes most of the time to parse."""
 MAX_BYTES = 8 << 20
 """Size of the cache."""
 _Entry: TypeAlias = dict[str, bytes]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +28,7 @@ OVERLAP = 256
 _WRONG_PARENTS = ("extra_args", "extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs")
 _GENERIC_NAMES: Mapping[str, type] = MappingProxyType({CAPTURE_FIELD: dict, READOUTS_FIELD: dict, STOP_FIELD: list})
 """Fields whose names may have another meaning to vLLM inside other objects, with the JSON type that ours have."""
-_EVENT_PARENTS = ("session",)
+EVENT_PARENTS = ("session",)
 """The object of an event that configures a realtime session."""
 
 # Deeper than any valid field; the options of a capture's consumer are the deepest.
@@ -38,7 +38,7 @@ _MAX_DEPTH = 16
 _ESCAPED_LETTER = re.compile(rb"\\u00[567]")
 # Two patterns, to scan each line once: a single one would scan the rest of a line for each `form-data` in it.
 _FORM_PART = re.compile(rb"form-data;([^\r\n]*[\r\n]?)", re.IGNORECASE)
-_FORM_NAME = re.compile(rb'\bname="?(' + "|".join(FIELDS).encode() + rb')"?[;\r\n]', re.IGNORECASE)
+_FORM_NAME = re.compile(rb'\bname="?([^"\r\n;=]{1,128})"?[;\r\n]', re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,28 @@ def is_utf8(body: bytes) -> bool:
     return json.detect_encoding(body[:4]).startswith("utf-8")
 
 
-def form_field(data: bytes) -> str | None:
-    """Return the field that a chunk of a multipart form names, if any."""
-    if not any(word in data for word in (b"steering", b"capture", b"readouts", b"stop_on")):
-        return None
-    names = (_FORM_NAME.search(part[1]) for part in _FORM_PART.finditer(data))
-    return next((name[1].decode().lower() for name in names if name), None)
+def form_names(data: bytes) -> list[str]:
+    """Return the names of the parts that begin in a chunk of a multipart form.
+
+    OpenAI's clients write an object as one part for each value, such as ``steering_vectors[post_block][1][]``. The
+    returned names have no keys.
+    """
+    if b"form-data;" not in data.lower():  # the pattern takes much longer for audio
+        return []
+    names = (name for part in _FORM_PART.finditer(data) for name in _FORM_NAME.findall(part[1]))
+    return list(dict.fromkeys(name.decode("utf-8", "replace").partition("[")[0] for name in names))
+
+
+def form_field(names: Iterable[str]) -> str | None:
+    """Return the first of the parts' names that is a field, if any."""
+    return next((name.lower() for name in names if name.lower() in FIELDS), None)
 
 
 def event_field(event: bytes) -> str | None:
     """Return the field that a WebSocket event has at its top level or in its session, if any."""
     if not may_hold_fields(event):
         return None
-    found = find_fields(event, _EVENT_PARENTS)
+    found = find_fields(event, EVENT_PARENTS)
     return found.fields[0] if found.fields else None
 
 

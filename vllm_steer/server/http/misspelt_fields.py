@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.params import CAPTURE_FIELD, FIELDS, RESERVED_KEYS
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.spec.unknown_fields import problem_of
@@ -23,31 +24,59 @@ _MAX_NAMES = 1024
 _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def find_misspelt(body: bytes) -> SteeringError | None:
+def find_misspelt(body: bytes, parents: Iterable[str] = ()) -> SteeringError | None:
     """Return the error for the first misspelt name at the top level of a JSON body, or None.
 
     For routes whose request classes do not keep unknown fields. Hot path: values are skipped, not decoded, which takes
     less time than the search for the fields' names.
+
+    Args:
+        body: The body.
+        parents: Names of objects at the top level whose names are compared as well.
     """
     encoding = json.detect_encoding(body[:4])
     try:
         document = _top_level.decode(body if encoding == "utf-8" else body.decode(encoding).encode())
     except (msgspec.MsgspecError, ValueError, RecursionError):  # vLLM refuses it
         return None
-    for name in islice(document, _MAX_NAMES):
+    error = _first_misspelt(name for name in islice(document, _MAX_NAMES) if bytes(document[name]) != b"null")
+    for parent in parents:
+        if error is None and parent in document:
+            inner = find_misspelt(bytes(document[parent]))
+            error = None if inner is None else SteeringError(f"{parent}.{inner.field}", inner.problem)
+    return error
+
+
+class FormNames:
+    """Search for misspelt names in a multipart form."""
+
+    def __init__(self) -> None:
+        self._compared: set[str] = set()
+
+    def find_misspelt(self, names: Iterable[str]) -> SteeringError | None:
+        """Return the error for the first misspelt one of the next names, or None."""
+        new = [name for name in names if name not in self._compared][: _MAX_NAMES - len(self._compared)]
+        self._compared.update(new)
+        return _first_misspelt(new)
+
+
+def _first_misspelt(names: Iterable[str]) -> SteeringError | None:
+    for name in names:
         if name in FIELDS:
             continue
         problem = problem_of(name)
         if problem is None and resembles(name, _STEERING):
             problem = "unknown field, which would be ignored"
-        if problem is not None and bytes(document[name]) != b"null":
+        if problem is not None:
             return SteeringError(name[:80], problem)
     return None
 
 
-def is_always_refused(name: str) -> bool:
-    """Return whether a misspelt name is also refused by servers without steering."""
-    return resembles(name, _STEERING)
+async def is_refused(misspelt: SteeringError, app: Any) -> bool:
+    """Return whether the server of ``app`` refuses a misspelt name: it steers, or the name contains "steering"."""
+    engine = getattr(app.state, "engine_client", None)
+    enabled = engine is not None and await ensure_engine_context(engine) is not None
+    return enabled or resembles(misspelt.field, _STEERING)
 
 
 def refuse_misspelt(unknown: Mapping[str, Any], xargs: Mapping[str, Any], *, enabled: bool) -> None:

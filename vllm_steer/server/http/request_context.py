@@ -99,6 +99,17 @@ class RequestContext:
     closed: bool = False
     """Whether the response is complete; later results are dropped."""
 
+    async def use_engine(self, engine: EngineContext | None) -> None:
+        """Set the engine and load its current modules and global steering, in a thread if that can wait.
+
+        Raises:
+            SteeringError: The registry cannot be read.
+        """
+        self.engine = engine
+        if engine is not None:
+            snapshot = await engine.registry.refresh()
+            self.snapshot = snapshot if engine.registry.is_remote else None
+
     def final_applied_json(self) -> bytes | None:
         """Return the applied field as JSON with the edits that no token reached, once the choices have finished."""
         if self.applied_json is None or not any(self.unreached.values()):

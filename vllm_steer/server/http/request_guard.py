@@ -24,8 +24,8 @@ from vllm_steer.server.auth.current_key import current_owner, require_field_righ
 from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response, error_status
-from vllm_steer.server.http.field_scanner import OVERLAP, find_fields, form_field, is_utf8, may_hold_fields
-from vllm_steer.server.http.misspelt_fields import find_misspelt, is_always_refused
+from vllm_steer.server.http.field_scanner import OVERLAP, find_fields, form_field, form_names, is_utf8, may_hold_fields
+from vllm_steer.server.http.misspelt_fields import FormNames, find_misspelt, is_refused
 from vllm_steer.server.http.readout_results import ReadoutWriter
 from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.server.http.running_requests import BATCH_ROUTE, RESPONSES_ROUTE
@@ -50,7 +50,10 @@ UNSTEERABLE_ROUTES = frozenset(
 """Other routes with JSON bodies that run the model. They refuse misspelt fields as well; for :data:`STEERABLE_ROUTES`,
 ``apply_fields.py`` does."""
 
-COMPOSING_ROUTES: tuple[str, ...] = (*STEERABLE_ROUTES, "/v1/audio/transcriptions", "/v1/audio/translations")
+FORM_ROUTES = ("/v1/audio/transcriptions", "/v1/audio/translations")
+"""Routes with multipart forms that run the model. They refuse misspelt fields as well."""
+
+COMPOSING_ROUTES: tuple[str, ...] = (*STEERABLE_ROUTES, *FORM_ROUTES)
 """Routes whose handlers use the registry: those above, and the others with beam search."""
 
 RETRY_AFTER = 10
@@ -74,6 +77,7 @@ class RequestGuard:
         if self._path == RESPONSES_ROUTE:
             self.context.header_id = headers.get("x-request-id")
         self._is_form = headers.get("content-type", "").lower().startswith("multipart/")
+        self._form_names = FormNames()
         self._tail = b""
         self._all_read = False
         self._started = False
@@ -83,11 +87,7 @@ class RequestGuard:
     async def refresh_registry(self) -> None:
         """Load the current modules and global steering in a thread, so that the event loop does not wait for them."""
         engine = getattr(self._app.state, "engine_client", None)
-        self.context.engine = None if engine is None else known_engine_context(engine)
-        if self.context.engine is not None:
-            registry = self.context.engine.registry
-            snapshot = await registry.refresh()
-            self.context.snapshot = snapshot if registry.is_remote else None
+        await self.context.use_engine(None if engine is None else known_engine_context(engine))
 
     @property
     def refusal_pending(self) -> bool:
@@ -162,8 +162,11 @@ class RequestGuard:
         self._all_read = not message.get("more_body", False)
         window = self._tail + message.get("body", b"")
         self._tail = window[-OVERLAP:]
-        if name := form_field(window):
+        names = form_names(window)
+        if name := form_field(names):
             self._raise(self._unsupported(name))
+        if self._path in FORM_ROUTES:
+            await self._refuse_misspelt(self._form_names.find_misspelt(names))
         return message
 
     async def _receive_json(self) -> Message:
@@ -192,16 +195,11 @@ class RequestGuard:
         if suspect:
             await self._check_fields(body)
         if self._path in UNSTEERABLE_ROUTES:
-            await self._refuse_misspelt(body)
+            await self._refuse_misspelt(find_misspelt(body))
         return {"type": "http.request", "body": body, "more_body": False}
 
-    async def _refuse_misspelt(self, body: bytes) -> None:
-        error = find_misspelt(body)
-        if error is None:
-            return
-        engine = getattr(self._app.state, "engine_client", None)
-        enabled = engine is not None and await ensure_engine_context(engine) is not None
-        if enabled or is_always_refused(error.field):
+    async def _refuse_misspelt(self, error: SteeringError | None) -> None:
+        if error is not None and await is_refused(error, self._app):
             problem = f"{error.problem}; {self._path} cannot steer: use one of {', '.join(STEERABLE_ROUTES)}"
             self._raise(SteeringError(error.field, problem))
 
