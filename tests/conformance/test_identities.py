@@ -59,3 +59,11 @@ def test_proof_reports_each_problem(dtype: str) -> None:
     spilled = replace(sound, checks=(Check("row", 1e-6), strong, Check("edit", 0.9, 1.0, (0.01, 1.0))))
     found = [len(proof.problems(tiny)) for proof in (far, weak_late, off, spilled)]
     assert found == ([1, 1, 1, 0] if dtype == "bfloat16" else [0, 1, 1, 1])
+
+
+@pytest.mark.parametrize(("row", "missed", "problems"), [(0.1, 0.08, 0), (0.2, 0.08, 1), (0.1, 0.2, 1)])
+def test_quantised_mixes(row: float, missed: float, problems: int) -> None:
+    """Catches limits for several streams with quantised weights that accept any row or any late edit."""
+    tiny = TinyModel("made_up", "x", {}, "HYPER-CONNECTIONS", "Layer", dtype="bfloat16")
+    checks = (Check("row", row), Check("edit", 1.0, 1.0, (1e-6, 1.0)), Check("edit", 1.0, 1.0, (missed, 0.3)))
+    assert len(Proof("A", "identities inside vLLM", ("Layer",), checks).problems(tiny, 0.45)) == problems
