@@ -89,7 +89,7 @@ def gpu_jobs(gpus: int) -> list[Job]:
     wide = gpus > 3
     return [
         *([_tests("all", runs, 410, 2), patching, kernels] if wide else [_tests("first", first, 200, min(gpus, 2))]),
-        _serve("llama-8b", 480, 400),
+        _serve("llama-8b", 560, 400),
         _cost("llama-8b, one pair", "gpu-cost-llama-8b-one-pair.json", 560, 300),
         start,
         _cost("qwen3-0.6b", "gpu-cost-qwen3-0.6b.json", 400, 220),

@@ -7,9 +7,9 @@
 Stock ``vllm serve`` starts first, then a steering server beside it on the same GPU, each with its share of the memory.
 The start time ends with the first successful health check. With ``--kv-gib``, caches have a fixed size, so the servers
 start at the same time, and their start times are not recorded. Both start with empty compile caches unless ``--caches``
-names a folder. In each round and at each concurrency the client drives stock vLLM, then the steering server in each
-way (`WAYS`), in rotating order and one at a time, with new prompts in each cell. A ratio compares two cells of the
-same round. CPU seconds of each server process cover a whole cell. The file is written after each cell. A cell that
+names a folder. In each round and at each concurrency the client drives stock vLLM and the steering server in each way
+(`WAYS`), in rotating order and one at a time, with new prompts in each cell. All rounds at the highest concurrency come
+first. A ratio compares two cells of the same round. CPU seconds of each server process cover a whole cell. The file is written after each cell. A cell that
 probably would not end within ``--seconds`` does not start, and a cell that reaches the limit is dropped.
 """
 
@@ -183,6 +183,16 @@ def summarize(cells: Sequence[Mapping[str, Any]], load: Load) -> list[dict[str, 
     return figures
 
 
+def rounds_of(load: Load, rounds: int) -> list[tuple[int, int]]:
+    """Return rounds and their concurrencies in order: the highest concurrency, which varies most, has its rounds first.
+
+    So a time limit leaves it complete.
+    """
+    widest = max(load.requests)
+    others = [(number, each) for number in range(rounds) for each in sorted(load.requests) if each != widest]
+    return [*((number, widest) for number in range(rounds)), *others]
+
+
 def measure(result: dict[str, Any], out: Path, folder: Path, arguments: argparse.Namespace) -> None:
     """Start both servers and fill ``result`` cell by cell, writing the file after each of them."""
     import vllm.benchmarks.serve  # noqa: F401  # before the servers start, so that both find its files in memory
@@ -232,19 +242,18 @@ def measure(result: dict[str, Any], out: Path, folder: Path, arguments: argparse
         widest = max(load.requests)
         for way in arguments.ways:
             run(widest, way, load._replace(requests={widest: widest}))  # warm-up
-        for number in range(arguments.rounds):
+        for number, concurrency in rounds_of(load, arguments.rounds):
             shift = number % len(arguments.ways)
-            for concurrency in load.requests:
-                for way in (*arguments.ways[shift:], *arguments.ways[:shift]):
-                    expected = seconds.get((concurrency, way), seconds.get((concurrency, "stock"), 0.0))
-                    if time.monotonic() + 1.1 * expected > end:
-                        result["stopped"] = "at the time limit"
-                        return
-                    cell, seconds[concurrency, way] = run(concurrency, way, load)
-                    result["cells"].append({"round": number, "concurrency": concurrency, "way": way, **cell})
-                    result["figures"] = summarize(result["cells"], load)
-                    write(result, out)
-                    print(json.dumps(result["cells"][-1]), flush=True)
+            for way in (*arguments.ways[shift:], *arguments.ways[:shift]):
+                expected = seconds.get((concurrency, way), seconds.get((concurrency, "stock"), 0.0))
+                if time.monotonic() + 1.1 * expected > end:
+                    result["stopped"] = "at the time limit"
+                    return
+                cell, seconds[concurrency, way] = run(concurrency, way, load)
+                result["cells"].append({"round": number, "concurrency": concurrency, "way": way, **cell})
+                result["figures"] = summarize(result["cells"], load)
+                write(result, out)
+                print(json.dumps(result["cells"][-1]), flush=True)
 
 
 def write(result: Mapping[str, Any], out: Path) -> None:

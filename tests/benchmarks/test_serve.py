@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serve import Load, TimeUpError, make_module, make_ways, summarize, time_limit
+from benchmarks.serve import Load, TimeUpError, make_module, make_ways, rounds_of, summarize, time_limit
 from benchmarks.server_process import read_cache
 
 
@@ -56,3 +56,9 @@ def test_time_limit_reaches_through_exception_handlers() -> None:
     with time_limit(time.monotonic() + 0.05):
         pass
     time.sleep(0.1)
+
+
+def test_the_highest_concurrency_comes_first() -> None:
+    """Catches an order in which a time limit leaves a single round of the cells that vary most."""
+    load = Load(16, 8, {256: 1024, 32: 320, 1: 16})
+    assert rounds_of(load, 2) == [(0, 256), (1, 256), (0, 1), (0, 32), (1, 1), (1, 32)]
