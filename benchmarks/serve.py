@@ -9,8 +9,9 @@ The start time ends with the first successful health check. With ``--kv-gib``, c
 start at the same time, and their start times are not recorded. Both start with empty compile caches unless ``--caches``
 names a folder. In each round and at each concurrency the client drives stock vLLM and the steering server in each way
 (`WAYS`), in rotating order and one at a time, with new prompts in each cell. All rounds at the highest concurrency come
-first. A ratio compares two cells of the same round. CPU seconds of each server process cover a whole cell. The file is written after each cell. A cell that
-probably would not end within ``--seconds`` does not start, and a cell that reaches the limit is dropped.
+first. A ratio compares two cells of the same round. CPU seconds of each server process cover a whole cell. The file is
+written after each cell. A cell that probably would not end within ``--seconds`` does not start, and a cell that reaches
+the limit is dropped.
 """
 
 from __future__ import annotations

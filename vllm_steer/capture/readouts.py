@@ -60,7 +60,7 @@ class SteeringTrace:
     num_covered: int = 0
     """Number of tokens that the gated edits cover, summed over the edits."""
     controller_error: str | None = None
-    """Why the controller of the sample failed; the live strengths have not changed since then. None if it has not."""
+    """Error of the sample's controller, after which the live strengths have not changed, or None."""
 
 
 class ReadoutStream:

@@ -119,7 +119,7 @@ class Trace:
     error: str | None = None
     """Reason for a missing trace; the other attributes are then empty."""
     controller_error: str | None = None
-    """Why the server's controller failed; the live strengths have not changed since then. None if it has not."""
+    """Error of the server's controller, after which the live strengths have not changed, or None."""
 
 
 @dataclass(frozen=True, eq=False)

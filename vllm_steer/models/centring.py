@@ -57,7 +57,7 @@ def centring_of(decoder: Decoder) -> Centring:
 
 
 def merge_centring(ranks: Sequence[Centring]) -> Centring:
-    """Return the value for a model from those of its ranks, which have other layers in other pipeline stages."""
+    """Return the value for a model, given the values of its ranks: each pipeline stage has only some of the layers."""
     return ranks[0] if len(set(ranks)) == 1 else "unknown"
 
 
