@@ -149,7 +149,8 @@ class LLM(VllmLLM):  # type: ignore[misc]
     def beam_search(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Run vLLM's beam search, which does not support steering or capture.
 
-        Global steering is applied if all its edits cover all tokens. All steps get the global steering that was set when the search began.
+        Global steering is applied if all its edits cover all tokens. All steps get the global steering that was set
+        when the search began.
 
         Raises:
             SteeringError: ``params`` use steering or capture, which vLLM would drop; or the engine has other global

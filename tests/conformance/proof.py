@@ -29,9 +29,9 @@ MIXED_ROW_TOLERANCE = 2**-5
 """The same for models of ``MIXED``, whose rows come from another run: formulas round the streams of a layer twice more
 than kernels that mix unrounded streams. Right taps are off by up to 0.019, incomplete streams by 0.06 or more."""
 QUANTISED_MIX_TOLERANCE, QUANTISED_MIX_MISS = 2**-3, 0.1
-"""Limits for such models with quantised weights: of a row, and of the error of an edit at the median token as a fraction
-of the effect of the strongest edit. Rounding an input in another way moves some numbers by a step of the 8-bit format.
- Incomplete streams may pass this limit of rows; the rows with unquantised weights rule them out."""
+"""Limits for such models with quantised weights: of a row, and of the error of an edit at the median token as a
+fraction of the effect of the strongest edit. Rounding an input in another way moves some numbers by a step of the
+8-bit format. Incomplete streams may pass this limit of rows; the rows with unquantised weights rule them out."""
 MAX_MISS, MAX_OWN_MISS = 0.02, 0.5
 """Largest error of an edit at the median token in bfloat16, as a fraction of the effect of the strongest edit, and of
 its own effect. Rounding changes a stream by up to 2**-8, and right taps miss by up to 0.011, late ones by 0.3 or more.

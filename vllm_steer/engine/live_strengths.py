@@ -14,7 +14,7 @@ ENDED = -1
 class LiveStrengths:
     """Live strengths that have been set, by live id (:func:`vllm_steer.params.live_id`).
 
-    A new request may have the request id of an earlier one, even before the worker knows that the earlier one has ended.
+    A new request may have the request id of an earlier one, even before the worker knows that that one has ended.
     """
 
     def __init__(self) -> None:
