@@ -20,6 +20,7 @@ from tests.docs.markdown import tables
 from tests.registry.modules import content, module, registry, vector
 from tests.repo.tree import read
 from vllm_steer import audit
+from vllm_steer.frontend.live import LiveSample
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.server.auth.current_key import use_key
@@ -58,7 +59,7 @@ class ConfirmingEngine:
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(served_model_name="tiny"),
         )
-        capture = SimpleNamespace(readouts=readouts, live_id="sample")
+        capture = SimpleNamespace(readouts=readouts, live_id="live id")
         state = SimpleNamespace(request_id="sample", _steering_capture=capture)
         self.output_processor = SimpleNamespace(request_states={"sample": state})
 
@@ -69,7 +70,7 @@ class ConfirmingEngine:
 async def test_records_live_strengths(steering: SteeringRegistry, lines: list[str]) -> None:
     """Catches an unrecorded change of live strengths, and one that the engine has not confirmed in the log."""
     running, entry = RunningRequests(), RunningRequest(b"")
-    running.add_sample(entry, "cmpl-one-0", "sample")
+    running.add_sample(entry, "cmpl-one-0", LiveSample("sample", "live id"))
     app = FastAPI()
     app.include_router(live.make_router(running, ConfirmingEngine()))
     transport = httpx.ASGITransport(app=with_key(app, None), client=("192.0.2.7", 4711))

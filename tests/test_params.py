@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of ``vllm_steer.SamplingParams``."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import SamplingParams
+from vllm_steer.params import SamplingParams, set_live_id
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,10 @@ def test_other_extra_args_pass():
     """Catches a refusal of the arguments of a plugin."""
     given = {"kv_transfer_params": {}, "session_id": "a", "capture": 3, "ngram_size": 2}
     assert SamplingParams(extra_args=given).clone().extra_args == given
+
+
+def test_live_ids_can_be_encoded():
+    """Catches a request id that the scheduler cannot encode for the block hashes of a request with live strengths."""
+    request = SimpleNamespace(request_id="\ud800", sampling_params=SamplingParams(extra_args={"other": 1}))
+    made = set_live_id(request)
+    assert made.encode() and request.sampling_params.extra_args == {"other": 1, "steer_live": made}

@@ -62,7 +62,7 @@ FILE_KEY = "steer_file"
 FEATURES_KEY = "steer_features"
 """Marks a program with features of autoencoders whose vectors are not filled in."""
 LIVE_KEY = "steer_live"
-"""Id of a sample with live strengths in the engine. Samples with equal request ids have different ones."""
+"""The engine's id of a sample's live strengths. It is never used again, unlike request ids."""
 PROMPT_KEY = "steer_prompt"
 """Index of the prompt within the HTTP body."""
 EXTRA_ARGS_KEYS: tuple[str, ...] = (
@@ -174,7 +174,7 @@ def set_live_id(request: Any) -> str:
 
     vLLM's own id may be that of an ended request (``VLLM_DISABLE_REQUEST_ID_RANDOMIZATION``).
     """
-    made = f"{request.request_id} {uuid.uuid4().hex}"
+    made = uuid.uuid4().hex
     # A copy: the samples of one request share their parameters.
     request.sampling_params = params = copy.copy(request.sampling_params)
     params.extra_args = {**params.extra_args, LIVE_KEY: made}

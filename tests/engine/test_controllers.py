@@ -111,10 +111,9 @@ async def test_a_controller_steers_its_request_only(engine: Any, monkeypatch: py
         assert len(SEEN[name]) == 1
     errors = {name: outputs[name].steering_trace.controller_error for name in names}
     assert errors["works"] is None and errors["hangs"] is None and plain.steering_trace.controller_error is None
-    assert errors["raises"] == "the controller scripted has failed: ValueError: a bug"
-    assert errors["nonsense"].startswith(
-        "the controller scripted has failed: SteeringError: clam: is not a live strength"
-    )
+    # The text of an exception may contain secrets of the server.
+    assert errors["raises"] == "the controller scripted has failed: ValueError; the server's log has the details"
+    assert errors["nonsense"].startswith("the controller scripted has failed: clam: is not a live strength")
     found = outputs["works"]
     strengths = found.steering_trace.live["calm"]
     answered = [0.5 * (number + 1) for number in range(len(SEEN["works"]))]

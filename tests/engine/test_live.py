@@ -17,7 +17,6 @@ from tests.engine.dynamic_cases import GENERATED, PROMPTS, READOUTS, add
 from tests.engine.dynamic_reference import Reference
 from vllm_steer import SteeringError
 from vllm_steer.frontend.live import samples_of
-from vllm_steer.frontend.outputs import live_id_of
 
 CHANGES: Mapping[int, float] = {2: 0.0, 5: -1.0, 9: 2.5}
 """New strength after a number of steps."""
@@ -117,8 +116,7 @@ def test_refused(llm: Any, request_id: str, strengths: dict[str, float], field: 
 
 def live_ids(engine: Any, request_id: str) -> list[str]:
     """Return the engine's ids of the live strengths of a running request."""
-    states = engine.output_processor.request_states
-    return [live_id_of(states[each]) for each in samples_of(engine.output_processor, request_id)]
+    return [each.live_id for each in samples_of(engine.output_processor, request_id)]
 
 
 def test_worker_reports_preempted_and_ended_requests(llm: Any) -> None:
@@ -186,6 +184,19 @@ def test_strength_before_the_first_step_of_a_reused_id(
     submit("early")
     assert llm.set_strength("early", calm=2.5) == 0
     assert set(finish()) == {2.5}
+
+
+def test_samples_change_together(llm: Any) -> None:
+    """Catches samples of one request that share an id of live strengths, so that only one of them changes."""
+    engine = llm.llm_engine
+    engine.add_request("both", prompt(1, 2, 3), params(6, n=2, temperature=1.0, steering=[add(live="calm")]))
+    assert len(set(live_ids(engine, "both"))) == 2
+    engine.step()
+    assert llm.set_strength("both", calm=2.5) > 0
+    traces: dict[int, Any] = {}
+    while engine.has_unfinished_requests():
+        traces |= {sample.index: sample.steering_trace for output in engine.step() for sample in output.outputs}
+    assert [traces[index].live["calm"][-1] for index in range(2)] == [2.5, 2.5]
 
 
 def test_reused_id_shares_no_blocks(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,16 @@ def markers(given: Any = None, reasoning: str = "", tool: str = "") -> PartMarke
 
 
 def bound(
-    tokens: Any, prompt: list[int], tokenizer: Any, found: PartMarkers, images: Any = (), mask: Any = None
+    tokens: Any,
+    prompt: list[int],
+    tokenizer: Any,
+    found: PartMarkers,
+    images: Any = (),
+    mask: Any = None,
+    features: Any = (),
 ) -> Program:
     edit = Edit(kind="add", point="post_block", layers=0, vector=np.ones(4), tokens=tokens)
-    features = [SimpleNamespace(modality="image", mm_position=each) for each in images]
+    features = [*features, *(SimpleNamespace(modality="image", mm_position=each) for each in images)]
     request = SimpleNamespace(
         sampling_params=SamplingParams(steering=[edit]),
         prompt_token_ids=prompt,
@@ -101,6 +107,13 @@ def test_placeholders_of_embeddings_do_not_open_a_span(end: int | None) -> None:
     else:
         (part,) = bound({"between": [3, end]}, [1, 3, 9, end], None, markers(), mask=mask).edits[0].parts
         assert part.opened
+
+
+def test_embeddings_beside_images_do_not_end_a_span() -> None:
+    """Catches placeholders of embeddings that are read as tokens in a prompt with images, which has no mask."""
+    features = [SimpleNamespace(modality="prompt_embeds", mm_position=PlaceholderRange(2, 2))]
+    found = bound({"between": [3, 4]}, [1, 3, 4, 4], None, markers(), features=features)
+    assert found.edits[0].parts[0].opened
 
 
 def test_images_become_positions() -> None:

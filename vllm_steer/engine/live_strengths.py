@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live strengths of a worker's requests, from before their first step to their end."""
+"""Live strengths of the requests of a worker. They can be set before a request's first step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ENDED = -1
 class LiveStrengths:
     """Live strengths that have been set, by live id (:func:`vllm_steer.params.live_id`).
 
-    A new request may have the request id of an earlier one, even before the worker knows that that one has ended.
+    Request ids are not enough: a new request may have the id of an ended one, whose end the worker learns later.
     """
 
     def __init__(self) -> None:
         # Requests that have begun and have not ended: live id by request id, and request id by live id.
         self._live_ids: dict[str, str] = {}
         self._request_ids: dict[str, str] = {}
-        # They outlast a preemption and may precede the first step.
+        # By live id: kept while a request is preempted, and set before its first step.
         self._strengths: dict[str, dict[str, float]] = {}
         # Next positions of requests that have no slot: preempted ones, and ENDED.
         self._paused: dict[str, int] = {}

@@ -14,7 +14,7 @@ from vllm_steer import audit
 from vllm_steer.capture.readouts import Readouts, ReadoutStream
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.controllers import ControlledRequest, Controller
-from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError, set_strength
+from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError, live_sample, set_strength
 from vllm_steer.frontend.outputs import record_controller_error
 from vllm_steer.limits import MAX_CONTROLLED
 from vllm_steer.log import steering_logger
@@ -23,14 +23,14 @@ from vllm_steer.spec.scalars import shown
 logger = steering_logger(__name__)
 _THREAD_PREFIX = "vllm-steer-controller-"
 _MAX_CHARS = 300
-"""Length of an exception's text in a trace."""
+"""Length of an error's text in a trace."""
 
 
 class ControllerRunner:
     """Runs one controller for the samples of an ``AsyncLLM`` that have both readouts and live strengths.
 
     Every sample has a thread, so that a controller that hangs or fails affects its own sample only. That sample goes on
-    with the strengths that it has, and its trace has the reason.
+    with the strengths that it has, and its trace names the error of a controller that failed.
 
     Args:
         engine: The ``AsyncLLM``.
@@ -64,6 +64,8 @@ class ControllerRunner:
             logger.exception("The controller %s cannot be created", self._class.name)
             record_controller_error(state, _problem(self._class.name, "cannot be created", error))
             return
+        if (earlier := self._samples.pop(state.request_id, None)) is not None:
+            earlier.end()  # it was aborted since the last step, and this sample has its id
         stream = ReadoutStream(running.readouts.program, running.assembler)
         loop = asyncio.get_running_loop()
         self._samples[state.request_id] = _Sample(controller, request, state, running.receiver, stream, self, loop)
@@ -83,7 +85,7 @@ class ControllerRunner:
         if engine is None:
             return
         try:
-            await set_strength(engine, request.request_id, [sample.state.request_id], strengths)
+            await set_strength(engine, request.request_id, [live_sample(sample.state)], strengths)
         except (EndedRequestError, UnknownRequestError):
             return
         if not sample.changed:
@@ -150,4 +152,11 @@ class _Sample:
 
 
 def _problem(name: str, what: str, error: Exception) -> str:
-    return f"the controller {name} {what}: {type(error).__name__}: {error}"[:_MAX_CHARS]
+    """Return the text for a trace, which clients see.
+
+    A `SteeringError` is about the names and limits of the request's own strengths. The text of any other exception may
+    contain what only the server's log should: paths, addresses, keys.
+    """
+    if isinstance(error, SteeringError):
+        return f"the controller {name} {what}: {error}"[:_MAX_CHARS]
+    return f"the controller {name} {what}: {type(error).__name__}; the server's log has the details"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import context_of
@@ -27,20 +27,36 @@ class EndedRequestError(SteeringError):
     """The request has ended, or several running requests have this id."""
 
 
-def samples_of(output_processor: Any, request_id: str) -> list[str]:
-    """Return the engine's ids of the samples of a request, by the id that was given to the engine client."""
-    return list(output_processor.external_req_ids.get(request_id, ()))
+class LiveSample(NamedTuple):
+    """A sample of a request. vLLM's id alone may become that of a later request."""
+
+    engine_id: str
+    """vLLM's internal id."""
+    live_id: str
+    """Id of its live strengths; empty if it has none."""
+
+
+def live_sample(state: Any) -> LiveSample:
+    """Return the ids of the sample of one of vLLM's states."""
+    return LiveSample(state.request_id, live_id_of(state))
+
+
+def samples_of(output_processor: Any, request_id: str) -> list[LiveSample]:
+    """Return the running samples of a request, by the id that was given to the engine client."""
+    states = output_processor.request_states
+    engine_ids = output_processor.external_req_ids.get(request_id, ())
+    return [live_sample(states[each]) for each in engine_ids if each in states]
 
 
 def check_strengths(
-    engine: Any, request_id: str, samples: Sequence[str], strengths: Mapping[str, Any]
+    engine: Any, request_id: str, samples: Sequence[LiveSample], strengths: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, float]]:
     """Return vLLM's states of a request's running samples, and the checked strengths.
 
     Args:
         engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
         request_id: The client's id of the request, for messages.
-        samples: The engine's ids of the request's samples.
+        samples: The request's samples.
         strengths: New factors by name.
 
     Raises:
@@ -52,7 +68,9 @@ def check_strengths(
         raise SteeringError(
             "request_id", "live strengths are not supported with data parallelism; use one engine per server"
         )
-    states = [state for each in samples if (state := engine.output_processor.request_states.get(each))]
+    running = engine.output_processor.request_states
+    found = [(each, running.get(each.engine_id)) for each in samples]
+    states = [state for each, state in found if state is not None and live_sample(state) == each]
     if not states and samples:
         raise EndedRequestError("request_id", f"{request_id[:80]!r} has ended; send a new request with other strengths")
     if not states:
@@ -103,7 +121,9 @@ def first_position(engine: Any, request_id: str, states: Iterable[Any], answers:
     return position
 
 
-async def set_strength(engine: Any, request_id: str, samples: Sequence[str], strengths: Mapping[str, Any]) -> int:
+async def set_strength(
+    engine: Any, request_id: str, samples: Sequence[LiveSample], strengths: Mapping[str, Any]
+) -> int:
     """Set live strengths of the samples of a request of an ``AsyncLLM``, and return the first position that has them.
 
     Raises:

@@ -26,7 +26,7 @@ from vllm_steer.compat.internals import FinishReason, RequestOutputKind
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
 from vllm_steer.frontend.controllers import ControlledRequest
-from vllm_steer.frontend.prompt_tokens import without_placeholders
+from vllm_steer.frontend.prompt_tokens import token_mask, without_placeholders
 from vllm_steer.frontend.reach import record_selections, unreached_edits
 from vllm_steer.metrics.collectors import add, set_gauge
 from vllm_steer.metrics.requests import count_gates
@@ -94,7 +94,7 @@ def begin_capture(output_processor: Any, request: Any) -> None:
             submission,
             readouts,
             controlled,
-            is_token=request.prompt_is_token_ids,
+            is_token=token_mask(request),
             live_id=set_live_id(request) if readouts is not None and readouts.live_names else "",
         )
         setattr(state, _CAPTURE, running)
@@ -230,9 +230,9 @@ def live_names(state: Any) -> tuple[str, ...]:
 
 
 def live_id_of(state: Any) -> str:
-    """Return the engine's id of the live strengths of a sample that has some."""
-    running: RunningCapture = getattr(state, _CAPTURE)
-    return running.live_id
+    """Return the engine's id of the live strengths of a sample, or an empty string if it has none."""
+    running: RunningCapture | None = getattr(state, _CAPTURE, None)
+    return "" if running is None else running.live_id
 
 
 def live_program(state: Any) -> Program | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.prompt_tokens import without_placeholders
+from vllm_steer.frontend.prompt_tokens import token_mask, without_placeholders
 from vllm_steer.frontend.roles import RoleTokens, read_role_tokens, read_template
 from vllm_steer.params import PROGRAM_KEY, program_of
 from vllm_steer.program.bind import bind_to_prompt
@@ -137,7 +137,7 @@ def bind_request(request: Any, input_processor: Any, markers: PartMarkers) -> No
     tokenizer = input_processor.tokenizer
     if request.prompt_token_ids is None:
         raise SteeringError("steering", "parts of a conversation need a prompt of tokens, not of embeddings")
-    prompt = without_placeholders(request.prompt_token_ids, request.prompt_is_token_ids)
+    prompt = without_placeholders(request.prompt_token_ids, token_mask(request))
 
     def ranges(name: str, field: str) -> list[tuple[int, int]]:
         return _images(request) if name == IMAGE else markers.find_messages(name, prompt, tokenizer, field)

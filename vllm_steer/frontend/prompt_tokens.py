@@ -2,7 +2,8 @@
 """Tokens of a prompt in which embeddings may take the place of some or all tokens.
 
 vLLM's chat routes accept ``prompt_embeds`` as parts of a message, and ``LLM`` accepts an ``EmbedsPrompt`` with token
-ids. Such a prompt has a placeholder token at each embedding, and a mask of the positions whose token is real.
+ids. Such a prompt has a placeholder token at each embedding, and a mask of the positions whose token is real. If the
+message also has images, vLLM makes the embeddings a modality beside them, and there is no mask.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from vllm_steer.capture.results import NO_TOKEN
 from vllm_steer.errors import SteeringError
 
 _FIELD = "prompt_is_token_ids"
+_MODALITY = "prompt_embeds"
 
 
 def check_mask(request: Any) -> None:
@@ -34,6 +36,19 @@ def check_mask(request: Any) -> None:
         raise SteeringError(_FIELD, "needs both prompt_token_ids and prompt_embeds; leave it out, or give both")
     if len(mask) != len(tokens):
         raise SteeringError(_FIELD, f"has {len(mask)} values for {len(tokens)} tokens; give one for each token")
+
+
+def token_mask(request: Any) -> Sequence[bool] | None:
+    """Return whether each position of an engine request's prompt has a token, or None if all of them are alike."""
+    places = [each.mm_position for each in request.mm_features or () if each.modality == _MODALITY]
+    if not places or request.prompt_token_ids is None:
+        mask: Sequence[bool] | None = request.prompt_is_token_ids
+        return mask
+    is_token = [True] * len(request.prompt_token_ids)
+    for place in places:
+        for first, last in place.extract_embeds_range():
+            is_token[first : last + 1] = [False] * (last + 1 - first)
+    return is_token
 
 
 def without_placeholders(tokens: Sequence[int], mask: Sequence[bool] | None) -> Sequence[int]:

@@ -34,7 +34,7 @@ from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec.references import MODULES_FIELD
 
 _beam_steering: ContextVar[Mapping[str, Any] | None] = ContextVar("beam_steering", default=None)
-"""Composed global steering of the beam search that ``LLM`` runs."""
+"""``extra_args`` with the global steering that all steps of a running ``LLM.beam_search`` get."""
 
 
 def complete_params(context: EngineContext | None, params: Any, snapshot: Snapshot | None = None) -> Any:
@@ -88,9 +88,9 @@ def check_beam_search(context: EngineContext, snapshot: Snapshot, field: str) ->
 
 @contextmanager
 def beam_search_steps(context: EngineContext) -> Iterator[None]:
-    """Give all requests within the context the global steering of now, for the steps of an offline beam search.
+    """Give all steps of an offline beam search, which run within this context, the present global steering.
 
-    Another thread or process may change it while the search runs. Later steps would get what has not been checked.
+    Another thread or process may change it during the search, and only the present one has been checked.
 
     Raises:
         SteeringError: See :func:`check_beam_search`.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_steer.models.discovery import Decoder
 
 Centring = Literal["subtract", "ignore", "unknown"]
-"""How ``center_writing_weights`` changes rows of a model: it subtracts their mean, does nothing, or is not known."""
+"""What ``center_writing_weights`` does to rows of a model: subtracts their mean, nothing (ignored), or unknown."""
 
 _TRANSFORMERS: Final = "transformers.models."
 _CENTRED_LAYERS: Final = frozenset(
@@ -40,7 +40,7 @@ _CENTRED_LAYERS: Final = frozenset(
         f"{_TRANSFORMERS}phi.modeling_phi.PhiDecoderLayer",
     )
 )
-"""Layers of models in which everything is added to the stream without a norm, and read from it through a LayerNorm."""
+"""Layers of models that read the stream through LayerNorms only, and put no norm on what they add to it."""
 _HOOK = re.compile(r"blocks\.\d+\.hook_(resid_pre|resid_mid|resid_post|attn_out|mlp_out)")
 """Names in TransformerLens of the activations that ``center_writing_weights`` changes."""
 

@@ -18,18 +18,18 @@ _OVERFLOW: Final[Mapping[str, float]] = {
     name: (2 - 2.0 ** -(bits + 1)) * 2.0**exponent
     for name, bits, exponent in (("float32", 23, 127), ("bfloat16", 7, 127), ("float16", 10, 15))
 }
-"""Smallest number that is rounded to infinity, by dtype, from its bits behind the point and its largest exponent."""
+"""Smallest number that is rounded to infinity, by dtype, from the bits of its fraction and its largest exponent."""
 
 
 def check_overflow(program: Program, dtype: str) -> None:
     """Check that `feature` edits and `replace` edits of a subspace add finite numbers to a row of zeros.
 
     Args:
-        program: the program.
-        dtype: name of the model's dtype.
+        program: The program.
+        dtype: Name of the model's dtype.
 
     Raises:
-        SteeringError: a product overflows float32, in which edits are computed, or the model's dtype.
+        SteeringError: A product overflows float32, in which edits are computed, or the model's dtype.
     """
     for index, edit in enumerate(program.edits):
         if (problem := _problem(edit, program, edit.strength, dtype)) is not None:
@@ -37,15 +37,15 @@ def check_overflow(program: Program, dtype: str) -> None:
 
 
 def check_live_overflow(program: Program, strengths: Mapping[str, float], dtype: str) -> None:
-    """Check the same for the edits of a running request at other live strengths.
+    """Run :func:`check_overflow` for a running request with new live strengths.
 
     Args:
-        program: the program.
-        strengths: new factors of the edits' strengths by name.
-        dtype: name of the model's dtype.
+        program: The program.
+        strengths: New factors of the edits' strengths by name.
+        dtype: Name of the model's dtype.
 
     Raises:
-        SteeringError: a product overflows.
+        SteeringError: A product overflows.
     """
     for index, edit in enumerate(program.edits):
         if edit.live not in strengths:
@@ -65,8 +65,8 @@ def _problem(edit: CompiledEdit, program: Program, strength: float, dtype: str) 
     for value, name in ((max(abs(strength), factor), "float32"), (largest, dtype)):
         if value >= _OVERFLOW[name]:
             return (
-                f"{KIND_OF[edit.code]} at {POINT_NAMES[edit.point]} multiplies its numbers to {value:.3g}, which "
-                f"overflows {name} (from {_OVERFLOW[name]:.5g})"
+                f"{KIND_OF[edit.code]} at {POINT_NAMES[edit.point]} multiplies its numbers to {value:.5g}, which "
+                f"overflows {name} (numbers must be below {_OVERFLOW[name]:.5g})"
             )
     return None
 

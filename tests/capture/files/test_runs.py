@@ -158,7 +158,7 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
         CaptureManager(capabilities, "another", {"filesystem": options})
     CaptureManager(capabilities, request(0).model, {"filesystem": options}).close()
     first = FilesystemConsumer(**options)
-    with pytest.raises(SteeringError, match="run: 'x' is the run of another writer"):
+    with pytest.raises(SteeringError, match="run: a running process writes the run 'x'"):
         FilesystemConsumer(**options)
     first.close()
     with pytest.raises(SteeringError, match="resume: has no effect without run"):
@@ -171,7 +171,7 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
 def test_name_of_a_running_writer_is_refused(tmp_path: Path) -> None:
     """Catches two writers that share a name because neither has a request yet, and a name that stays taken."""
     first = FilesystemConsumer(root=str(tmp_path), run="baseline")
-    with pytest.raises(SteeringError, match="run: 'baseline' is the run of another writer"):
+    with pytest.raises(SteeringError, match="run: a running process writes the run 'baseline'"):
         FilesystemConsumer(root=str(tmp_path), run="baseline")
     FilesystemConsumer(root=str(tmp_path), run="other").close()
     first.close()

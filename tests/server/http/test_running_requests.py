@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError
+from vllm_steer.frontend.live import EndedRequestError, LiveSample, UnknownRequestError
 from vllm_steer.server.http.running_requests import (
     BATCH_ROUTE,
     RESPONSES_ROUTE,
@@ -40,18 +40,19 @@ def test_lookup_by_owner() -> None:
     """Catches requests found by other keys, a lost sample, and an ambiguous id resolved to any of its requests."""
     running = RunningRequests()
     first, second, other = (RunningRequest(owner) for owner in (ALICE, ALICE, BOB))
-    for sample in ("s0", "s1"):
+    s0, s1, s2, s3 = (LiveSample(f"s{i}", f"live {i}") for i in range(4))
+    for sample in (s0, s1):
         running.add_sample(first, "cmpl-one-0", sample)
-    running.add_sample(second, "chatcmpl-one", "s2")
-    running.add_sample(other, "cmpl-theirs-0", "s3")
-    assert running.samples(ALICE, "cmpl-one") == ["s0", "s1"]
-    assert running.samples(BOB, "theirs") == ["s3"]
+    running.add_sample(second, "chatcmpl-one", s2)
+    running.add_sample(other, "cmpl-theirs-0", s3)
+    assert running.samples(ALICE, "cmpl-one") == [s0, s1]
+    assert running.samples(BOB, "theirs") == [s3]
     with pytest.raises(UnknownRequestError):
         running.samples(ALICE, "theirs")
     with pytest.raises(EndedRequestError, match="2 running requests"):
         running.samples(ALICE, "one")
     running.remove(first)
-    assert running.samples(ALICE, "one") == ["s2"]
+    assert running.samples(ALICE, "one") == [s2]
     with pytest.raises(EndedRequestError, match="has ended"):
         running.samples(ALICE, "cmpl-one")
     with pytest.raises(UnknownRequestError):

@@ -17,7 +17,7 @@ from vllm_steer.capture.readouts import ReadoutStream
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
-from vllm_steer.frontend.live import EndedRequestError, set_strength
+from vllm_steer.frontend.live import EndedRequestError, LiveSample, set_strength
 from vllm_steer.program import compile_program
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
@@ -26,6 +26,7 @@ from vllm_steer.server.http.running_requests import RunningRequest, RunningReque
 from vllm_steer.server.routes.live import make_router
 from vllm_steer.spec import parse_fields
 
+SAMPLE = LiveSample("sample", "live id")
 EDITS: dict[str, dict[str, Any]] = {
     "push": {"kind": "add", "vector": [3.0, 4.0], "strength": -2.0},
     "hold": {"kind": "clamp", "vector": [3.0, 4.0], "low": 15.0, "strength": 0.5},
@@ -46,7 +47,7 @@ class FakeEngine:
         readouts = ReadoutStream(program, RowAssembler(0, 0, torch.float32))
         capabilities = Capabilities.merge([REPORT], SteeringConfig())
         registry = SteeringRegistry(capabilities, limits=RegistryLimits(max_norm=max_norm))
-        capture = SimpleNamespace(readouts=readouts, live_id="sample")
+        capture = SimpleNamespace(readouts=readouts, live_id=SAMPLE.live_id)
         state = SimpleNamespace(request_id="sample", _steering_capture=capture)
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=1),
@@ -64,7 +65,7 @@ class FakeEngine:
 async def change(strengths: dict[str, float], max_norm: float) -> httpx.Response:
     """Return the response to a change of live strengths."""
     running, entry = RunningRequests(), RunningRequest(current_owner())
-    running.add_sample(entry, "cmpl-one-0", "sample")
+    running.add_sample(entry, "cmpl-one-0", SAMPLE)
     app = FastAPI()
     app.include_router(make_router(running, FakeEngine(max_norm)))
     transport = httpx.ASGITransport(app=app)
@@ -77,13 +78,19 @@ async def test_an_ended_request_whose_id_is_used_again() -> None:
     engine = FakeEngine(0.0)
 
     async def begin_another(method: str, args: Any) -> list[list[int]]:
-        assert args == (["sample"], {"push": 2.0})
+        assert args == ([SAMPLE.live_id], {"push": 2.0})
         engine.output_processor.request_states["sample"] = SimpleNamespace(request_id="sample")
         return [[7]]
 
     engine.collective_rpc = begin_another  # type: ignore[method-assign]
     with pytest.raises(EndedRequestError, match="ended before the change"):
-        await set_strength(engine, "one", ["sample"], {"push": 2.0})
+        await set_strength(engine, "one", [SAMPLE], {"push": 2.0})
+
+
+async def test_a_running_request_with_the_id_of_an_ended_one() -> None:
+    """Catches a change of another request, perhaps of another API key, which has the engine id of an ended sample."""
+    with pytest.raises(EndedRequestError, match="has ended"):
+        await set_strength(FakeEngine(0.0), "one", [LiveSample("sample", "of the ended one")], {"push": 2.0})
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,10 @@ class Consumer(ABC):
 
         Returns:
             The value of `CaptureResult.data`. HTTP responses require a JSON-serializable value.
+
+        Raises:
+            Exception: The rows could not be processed. HTTP responses contain its class and text, so the text must not
+                have secrets of the server.
         """
 
     def close(self) -> None:

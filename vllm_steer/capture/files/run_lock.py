@@ -15,7 +15,7 @@ from contextlib import suppress
 from vllm_steer.capture.files.directory import CaptureDirectory
 from vllm_steer.capture.files.format import CaptureFileError
 from vllm_steer.capture.files.journal import read_journals
-from vllm_steer.capture.files.reader import open_captures
+from vllm_steer.capture.files.reader import Captures
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec.scalars import shown
 
@@ -47,10 +47,10 @@ class RunLock:
             self._fd: int | None = self._lock()
         except BlockingIOError:
             raise SteeringError(
-                "run", f"{shown(run)} is the run of another writer in {directory.path}; {_ADVICE}"
+                "run", f"a running process writes the run {shown(run)} in {directory.path}; end it, {_ADVICE}"
             ) from None
         except OSError as error:
-            raise SteeringError("run", f"cannot lock {self._path}: {error.strerror}") from None
+            raise SteeringError("run", f"cannot lock {self._path}: {error.strerror}; {_ADVICE}") from None
         try:
             if resume:
                 self._read(directory, run)
@@ -61,18 +61,22 @@ class RunLock:
                 )
         except (CaptureFileError, OSError) as error:
             self.release()
-            raise SteeringError("run", f"cannot read the runs of the directory: {error}; leave the name out") from None
+            raise SteeringError(
+                "run", f"cannot read the runs of the directory: {error}; move that file away, or leave the name out"
+            ) from None
         except BaseException:
             self.release()
             raise
 
     def _read(self, directory: CaptureDirectory, run: str) -> None:
         """Read the numbers and models of the run's requests. The journal lacks requests that it could not note."""
-        stored = [request for request in open_captures(directory.path) if request.run == run]
-        numbers = [entry.submission for entry in read_journals(directory.path) if entry.run == run]
-        numbers += [request.submission for request in stored if request.submission is not None]
-        self.next_submission = max(numbers, default=-1) + 1
-        self.models = frozenset(request.model for request in stored)
+        numbers = (entry.submission for entry in read_journals(directory.path) if entry.run == run)
+        last, models = max(numbers, default=-1), set()
+        for request in Captures(directory.path, run):
+            models.add(request.model)
+            if request.submission is not None:
+                last = max(last, request.submission)
+        self.next_submission, self.models = last + 1, frozenset(models)
 
     def _lock(self) -> int:
         while True:

@@ -18,7 +18,8 @@ import msgspec
 from vllm_steer.capture.results import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
-from vllm_steer.frontend.outputs import is_dynamic, on_results, state_request_id
+from vllm_steer.frontend.live import LiveSample
+from vllm_steer.frontend.outputs import is_dynamic, live_id_of, on_results, state_request_id
 from vllm_steer.frontend.reach import Unreached, as_no_effect, on_reach
 from vllm_steer.params import APPLIED_KEY, PROGRAM_KEY, PROMPT_KEY
 from vllm_steer.registry.snapshot import Snapshot
@@ -164,7 +165,9 @@ def track_sample(output_processor: Any, request: Any) -> None:
         on_reach(state, record_unreached)
         if context.directory is not None and not context.closed:
             context.running = context.running or RunningRequest(context.owner, context.route, context.header_id)
-            context.directory.add_sample(context.running, state_request_id(state), request.request_id)
+            context.directory.add_sample(
+                context.running, state_request_id(state), LiveSample(request.request_id, live_id_of(state))
+            )
         if context.consumers:
             on_results(state, record_results)
         if context.dynamic and not context.closed and is_dynamic(state):

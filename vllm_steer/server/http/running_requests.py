@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError
+from vllm_steer.frontend.live import EndedRequestError, LiveSample, UnknownRequestError
 
 _REMEMBERED = 4096
 """Ended requests whose ids are remembered, to tell them from unknown ones."""
@@ -51,8 +51,7 @@ class RunningRequest:
     route: str = ""
     header_id: str | None = None
     """See `client_ids`."""
-    samples: list[str] = field(default_factory=list)
-    """The engine's ids."""
+    samples: list[LiveSample] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
 
 
@@ -63,13 +62,13 @@ class RunningRequests:
         self._running: dict[tuple[bytes, str], list[RunningRequest]] = {}
         self._ended: OrderedDict[tuple[bytes, str], None] = OrderedDict()
 
-    def add_sample(self, request: RunningRequest, engine_id: str, sample: str) -> None:
+    def add_sample(self, request: RunningRequest, engine_id: str, sample: LiveSample) -> None:
         """Add a sample that was given to the engine.
 
         Args:
             request: The sample's HTTP request.
             engine_id: See `client_ids`.
-            sample: The engine's id of the sample.
+            sample: The sample.
         """
         request.samples.append(sample)
         for each in client_ids(engine_id, request.route, request.header_id):
@@ -90,8 +89,8 @@ class RunningRequests:
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
-    def samples(self, owner: bytes, request_id: str) -> list[str]:
-        """Return the engine's ids of the samples of an owner's running request.
+    def samples(self, owner: bytes, request_id: str) -> list[LiveSample]:
+        """Return the samples of an owner's running request.
 
         Raises:
             UnknownRequestError: The owner has no such request with steering, in this process.

@@ -172,7 +172,7 @@ class TraceForm(msgspec.Struct):
     ) = msgspec.UNSET
     controller_error: (
         Annotated[
-            str, msgspec.Meta(description="Why the controller has failed, if it has; `live` did not change since then.")
+            str, msgspec.Meta(description="Why the controller failed, if it did; `live` does not change from then on.")
         ]
         | msgspec.UnsetType
     ) = msgspec.UNSET
