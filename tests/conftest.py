@@ -20,6 +20,8 @@ from tests.features import FeatureRecord
 # run use as well. One thread each, which torch reads when it is first imported: models of this size are slower with
 # more, since threads that wait for each other take the cores from the tests that run beside.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# numba, with which vLLM looks up n-grams, would otherwise set torch's number of threads to its own.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
