@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests.conformance import part
@@ -18,7 +17,11 @@ from tests.conformance.namespaces import without_namespace
 from tests.features import FeatureRecord
 
 # One engine in this very process, small caches, and no pinning of threads to cores that other engines of the same test
-# run use as well.
+# run use as well. One thread each, which torch reads when it is first imported: models of this size are slower with
+# more, since threads that wait for each other take the cores from the tests that run beside.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# numba, with which vLLM looks up n-grams, would otherwise set torch's number of threads to its own.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -51,9 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 SHARING = re.compile(
-    r"tests/(?:server/test_(?:server(?!_modules|_stock)\w*|openai_example)|peers/test_(?:inspect|vllm_lens_server))\.py"
+    r"(tests/server)/(?:test_(?:server(?!_modules|_stock)\w*|openai_example)|hostile/\w+|routes/test_capabilities)\.py"
+    r"|(tests/peers)/test_(?:inspect|rhizonymph_server|vllm_lens_server)\.py"
 )
-"""Files whose tests use a server of the session."""
+"""Files whose tests use a server of the session, and the folder whose ``conftest.py`` starts it."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -66,7 +70,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class SharedServers(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return file.rpartition("/")[0] if SHARING.fullmatch(file) else file
+            shared = SHARING.fullmatch(file)
+            return str(shared[shared.lastindex or 0]) if shared else file
 
     return SharedServers(config, log)
 
@@ -95,6 +100,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # not above, where the environment is not yet set
+
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a GPU; results of GPU runs are in benchmarks/results/")

@@ -16,6 +16,8 @@ from vllm_steer.testing.fuzz.model import save_tiny_llama as save_tiny_llama
 from vllm_steer.testing.heap import cheap_collections
 
 HIDDEN, LAYERS, VOCAB = 64, 4, 128
+CPU_BLOCK = 128
+"""Tokens of a cache block that vLLM chooses on a CPU."""
 
 
 def code_of(point: PointName, layer: int, *, before: bool = False) -> int:
@@ -86,6 +88,8 @@ def register_class(architecture: str) -> None:
 
 def make_llm(folder: Path, **overrides: Any) -> Any:
     """Return an in-process engine with steering; eager and float32 by default."""
+    import torch
+
     from vllm_steer import LLM
 
     register_class(json.loads((Path(folder) / "config.json").read_text())["architectures"][0])
@@ -94,6 +98,9 @@ def make_llm(folder: Path, **overrides: Any) -> Any:
         enable_steering=True, enforce_eager=True, dtype="float32", max_model_len=512, skip_tokenizer_init=True,
         disable_log_stats=True, max_logprobs=VOCAB, seed=0, max_num_seqs=128,
     )  # fmt: skip
+    if not torch.cuda.is_available():
+        # Room for all requests at their full length; filling a whole GiB with zeros takes longer than all else.
+        settings["num_gpu_blocks_override"] = 128 * 512 // overrides.get("block_size", CPU_BLOCK)
     return LLM(model=str(folder), **{**settings, **overrides})
 
 

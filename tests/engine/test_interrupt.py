@@ -59,7 +59,7 @@ def test_interrupted_run(tiny_llama: Path, tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script), str(tiny_llama), str(root)],
-        env={**environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**environment(worker_process=True), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         start_new_session=True,

@@ -85,7 +85,8 @@ def client(
         patch.setattr(server, "START_TIMEOUT", 600.0)
         with two_nodes():
             patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-            for url in server.run_server(model, [*server.vllm_command(), "serve"], flags, folder / "log"):
+            command = [*server.vllm_command(), "serve"]
+            for url in server.run_server(model, command, flags, folder / "log", worker_process=True):
                 with Client(url) as made:
                     yield made
 

@@ -35,7 +35,8 @@ def url(model: Path, capture_root: Path, tmp_path_factory: pytest.TempPathFactor
     flags = ["--enable-steering", "--steering-max-body-mib", "1", "--enable-scale-out"]
     flags += ["--capture-consumers", f"filesystem:root={capture_root}"]
     flags += ["--capture-inline-kib", "16", "--capture-store-mib", "1", "--capture-expiry-s", "15"]
-    yield from run_server(model, [*vllm_command(), "serve"], flags, tmp_path_factory.mktemp("log") / "server.log")
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    yield from run_server(model, [*vllm_command(), "serve"], flags, log, worker_process=True)
 
 
 @pytest.fixture(scope="session")

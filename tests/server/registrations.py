@@ -37,7 +37,8 @@ def register_during_a_kill(
             for i in range(each):
                 name = f"m{seed}.{number}.{i % _NAMES}"
                 body = {"name": name, "base": {"post_block": {"1": (V * (i + 1) / (number + 1)).tolist()}}}
-                response = httpx.post(f"{urls[number % len(urls)]}{MODULES}", json=body, timeout=20)
+                # Without verification, which would load all certificates for each connection.
+                response = httpx.post(f"{urls[number % len(urls)]}{MODULES}", json=body, timeout=20, verify=False)
                 if response.status_code != 200:
                     return
                 acknowledged[name] = response.json()["digest"]

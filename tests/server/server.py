@@ -56,8 +56,18 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def run_server(model: Path, command: Sequence[str], flags: Sequence[str], log: Path) -> Iterator[str]:
-    """Start `command MODEL flags`, yield its base URL once it is healthy, and end its whole process group."""
+def run_server(
+    model: Path, command: Sequence[str], flags: Sequence[str], log: Path, *, worker_process: bool = False
+) -> Iterator[str]:
+    """Start `command MODEL flags`, yield its base URL once it is healthy, and end its whole process group.
+
+    Args:
+        model: Folder of the model.
+        command: The command, without its arguments.
+        flags: Arguments after the common ones.
+        log: File for the output of all processes.
+        worker_process: See :func:`environment`.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     settings = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--max-logprobs", "20"]
@@ -67,7 +77,7 @@ def run_server(model: Path, command: Sequence[str], flags: Sequence[str], log: P
             [*command, str(model), *where, *settings, *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env=environment(worker_process=worker_process),
             start_new_session=True,
         )
     try:
@@ -77,13 +87,18 @@ def run_server(model: Path, command: Sequence[str], flags: Sequence[str], log: P
         _end(process)
 
 
-def environment() -> dict[str, str]:
-    """The environment of a server process: small caches, both cores shared, no network."""
+def environment(*, worker_process: bool = False) -> dict[str, str]:
+    """Return the environment of a server process: small caches, both cores shared, no network.
+
+    Args:
+        worker_process: Whether the worker has a process of its own, as vLLM's default is on a CPU. Otherwise it runs in
+            the engine's process, as on one GPU. A process of its own takes ten seconds to import vLLM.
+    """
     return {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(worker_process)),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -97,13 +112,14 @@ def vllm_command() -> list[str]:
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        time.sleep(0.3)
+    with httpx.Client(timeout=5) as client:  # one for all attempts: a new one loads all certificates
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+            with contextlib.suppress(httpx.TransportError):
+                if client.get(f"{url}/health").status_code == 200:
+                    return
+            time.sleep(0.3)
     raise RuntimeError(f"no server after {START_TIMEOUT:.0f} s:\n{log.read_text()[-4000:]}")
 
 
