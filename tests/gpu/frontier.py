@@ -165,7 +165,8 @@ def outcome_of(name: str, folder: Path) -> Results:
                 examine(row, folder, results)
         results["outcome"] = "failed" if results["problems"] else "passed"
     except Exception as error:
-        results["error"] = "".join(traceback.format_exception(error))[-3000:].splitlines()[-25:]
+        text = "".join(traceback.format_exception(error)).replace(str(Path.home()), "~")
+        results["error"] = text[-3000:].splitlines()[-25:]
         if (reason := missing_package(error)) is not None:
             results |= {"outcome": "skipped", "reason": reason}
     return results

@@ -28,7 +28,7 @@ class EndedRequestError(SteeringError):
 
 
 class LiveSample(NamedTuple):
-    """A sample of a request. vLLM's id alone may become that of a later request."""
+    """A sample of a request. A later request may get the same id from vLLM."""
 
     engine_id: str
     """vLLM's internal id."""

@@ -3,7 +3,7 @@
 
 vLLM's chat routes accept ``prompt_embeds`` as parts of a message, and ``LLM`` accepts an ``EmbedsPrompt`` with token
 ids. Such a prompt has a placeholder token at each embedding, and a mask of the positions whose token is real. If the
-message also has images, vLLM makes the embeddings a modality beside them, and there is no mask.
+message also has images, vLLM treats the embeddings as another modality and does not pass a mask.
 """
 
 from __future__ import annotations
