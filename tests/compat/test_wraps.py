@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from vllm_steer.compat import wraps
 from vllm_steer.compat.wraps import How, Join, install
 from vllm_steer.errors import IncompatibleError
 
@@ -132,3 +134,17 @@ def test_a_missing_method_is_reported_before_anything_is_wrapped(target: Any, me
         install([join("method", How.BEFORE, "first"), Join(method, How.BEFORE, f"{__name__}:first")])
     target().method(1)
     assert calls == ["method"]
+
+
+def test_modules_are_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a search for the module on each call, which runs for every request and in every step."""
+    found: list[str] = []
+
+    def import_once(name: str) -> Any:
+        found.append(name)
+        return import_module(name)
+
+    monkeypatch.setattr(wraps, "import_module", import_once)
+    function = wraps._on_call("math:sqrt")
+    assert [function(4), function(9)] == [2, 3]
+    assert found == ["math"]

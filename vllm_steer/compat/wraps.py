@@ -139,10 +139,14 @@ def _joined(call: Callable[..., Any], joins: list[Join], leading: slice) -> Call
 
 def _on_call(path: str) -> Callable[..., Any]:
     """Return a function that imports the function at ``path`` when it is called."""
-    module, _, name = path.partition(":")
+    name_of_module, _, name = path.partition(":")
     get = operator.attrgetter(name)
+    module: Any = None
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        return get(import_module(module))(*args, **kwargs)
+        nonlocal module
+        if module is None:
+            module = import_module(name_of_module)  # on each call it would take longer than most of the functions
+        return get(module)(*args, **kwargs)
 
     return function

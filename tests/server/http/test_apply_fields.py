@@ -306,6 +306,18 @@ def test_fields_of_a_body_are_compiled_once(context: RequestContext, monkeypatch
     assert all(program is programs[0] for program in programs)
 
 
+def test_nothing_is_compiled_without_fields(context: RequestContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches plain requests that pay for the parsing of fields which they do not have."""
+
+    def fail(_fields: Any) -> dict[str, bytes]:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(apply_fields, "compile_json_fields", fail)
+    params = apply_to_params(request_with(), SamplingParams())
+    assert params.extra_args == {APPLIED_KEY: b""}
+    assert context.changes_nothing
+
+
 def test_request_refused_is_both_error_types() -> None:
     """Catches HTTP 500 for a client's mistake, and an error that loses its field between processes."""
     refused = pickle.loads(pickle.dumps(RequestRefused("steering[2].layers", "is wrong")))  # noqa: S301

@@ -216,6 +216,44 @@ async def test_passes_streams_unbuffered(engine: FakeEngine) -> None:
     assert pieces == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n"]
 
 
+@pytest.mark.parametrize("steered", [False, True])
+async def test_passes_on_the_events_of_plain_requests(steered: bool, engine: FakeEngine) -> None:
+    """Catches work for each token of a stream without steering, and a steered stream that is passed on unchanged."""
+    passed: list[bool] = []
+    received: list[Any] = []
+    body = json.dumps(FIELDS if steered else {}).encode()
+
+    def send(message: Any) -> Awaitable[None]:
+        received.append(asyncio.sleep(0))
+        return received[-1]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def stream(_scope: Any, receive: Any, send: Any) -> None:
+        fields = json.loads((await receive())["body"])
+        apply_to_params(Body(**fields), SamplingParams())
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(3):
+            sending = send({"type": "http.response.body", "body": b'data: {"a":1}\n\n', "more_body": True})
+            passed.append(sending is received[-1])
+            await sending
+
+    await ensure_engine_context(engine)
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": ROUTE,
+        "headers": [],
+        "query_string": b"",
+        "app": make_app(engine),
+    }
+    await SteeringMiddleware(stream)(scope, receive, send)
+    assert passed == [not steered] * 3
+    assert len(received) == 4
+
+
 async def test_reads_no_body_before_authentication(engine: FakeEngine) -> None:
     """Catches body checks for clients that vLLM's authentication rejects."""
     app = make_app(engine)

@@ -135,10 +135,12 @@ def authenticator_of(app: FastAPI) -> Authenticator | None:
 
     The first call reads the key file, and raises ``SteeringError`` if it is invalid.
     """
-    authenticator: Authenticator | None = getattr(app.state, _STATE, None)
     args: Any = getattr(app.state, "args", None)
     path = getattr(args, "steering_keys", None)
-    if authenticator is None and path is not None:
+    if path is None:
+        return None
+    authenticator: Authenticator | None = getattr(app.state, _STATE, None)
+    if authenticator is None:
         authenticator = Authenticator(KeyFileWatcher(path), vllm_keys_of(args))
         setattr(app.state, _STATE, authenticator)
     return authenticator

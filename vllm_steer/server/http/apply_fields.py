@@ -76,8 +76,8 @@ def refused(error: SteeringError) -> RequestRefused:
 
 def read_fields(request: Any) -> dict[str, Any]:
     """Return the steering and capture fields of a vLLM request object; null counts as absent."""
-    extra = request.model_extra or {}
-    return {name: extra[name] for name in FIELDS if extra.get(name) is not None}
+    extra = request.model_extra
+    return {name: extra[name] for name in FIELDS if extra.get(name) is not None} if extra else {}
 
 
 def apply_to_params(request: Any, params: Any) -> Any:
@@ -214,19 +214,9 @@ def _refuse_served_tools(request: Any, field: str) -> None:
 def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answer: ResultsLocation) -> None:
     compiled = context.compiled
     if compiled is None:
-        require_field_rights(fields)
-        fields, context.store_rows = take_store_option(fields, MEMORY)
-        if context.store_rows and context.capture_store is None:
-            raise SteeringError(
-                f"{CAPTURE_FIELD}.{MEMORY}.{STORE}",
-                "is not supported in a batch run, which stores no captures; omit it, or capture to files",
-            )
-        try:
-            resolved = with_rows(fields, context)
-            # The cache identifies fields by their JSON, which does not contain rows that are named.
-            own = compile_json_fields(fields) if resolved is fields else compile_fields(resolved)
-        except SteeringError as error:
-            raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
+        own: Mapping[str, bytes] = {}
+        if fields:
+            fields, own = _compile(fields, context)
         # All prompts of a body are composed together, so that they get the same global steering.
         compiled = context.compiled = own if context.engine is None else _compose(own, context.engine, context)
     if not compiled:
@@ -234,6 +224,8 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     # Set before the engine sees the request, because the responses route starts its stream earlier.
     context.applied_json = compiled.get(APPLIED_KEY) or None
     params.extra_args = {**(params.extra_args or {}), **compiled}
+    if PROGRAM_KEY not in compiled and not fields:
+        return
     if PROGRAM_KEY in compiled:
         params.extra_args[PROMPT_KEY] = context.prompts
     # The batch runner has no middleware and no engine yet; the check happens when the request is submitted.
@@ -254,6 +246,23 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
         context.samples = params.n
         context.results_in = answer
     context.fields_applied = bool(fields)
+
+
+def _compile(fields: Mapping[str, Any], context: RequestContext) -> tuple[Mapping[str, Any], Mapping[str, bytes]]:
+    """Return the fields without the option ``store``, and the ``extra_args`` compiled from them."""
+    require_field_rights(fields)
+    fields, context.store_rows = take_store_option(fields, MEMORY)
+    if context.store_rows and context.capture_store is None:
+        raise SteeringError(
+            f"{CAPTURE_FIELD}.{MEMORY}.{STORE}",
+            "is not supported in a batch run, which stores no captures; omit it, or capture to files",
+        )
+    try:
+        resolved = with_rows(fields, context)
+        # The cache identifies fields by their JSON, which does not contain rows that are named.
+        return fields, compile_json_fields(fields) if resolved is fields else compile_fields(resolved)
+    except SteeringError as error:
+        raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
 
 
 def _reserve_records(program: Program, params: Any, context: RequestContext) -> None:
@@ -281,7 +290,7 @@ def _compose(own: Mapping[str, bytes], engine: EngineContext, context: RequestCo
 def _compose_in(
     snapshot: Snapshot, own: Mapping[str, bytes], engine: EngineContext, reservation: Reservation | None
 ) -> Mapping[str, bytes]:
-    if reservation is not None:
+    if reservation is not None and own:
         # Checked before joining: a few modules can contain so many edits that joining them takes long.
         reservation.tracker.check_count(REQUEST_EDITS, count_edits(own, snapshot))
     composed = {APPLIED_KEY: b"", **engine.registry.compose(own, snapshot)}

@@ -111,6 +111,12 @@ class RequestContext:
             snapshot = await engine.registry.refresh()
             self.snapshot = snapshot if engine.registry.is_remote else None
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the response gets no fields of ours: the request is composed, and nothing applies to it."""
+        composed = self.compiled is not None and APPLIED_KEY in self.compiled
+        return composed and self.applied_json is None and not self.consumers and not self.dynamic
+
     def final_applied_json(self) -> bytes | None:
         """Return the applied field as JSON with the edits that no token reached, once the choices have finished."""
         if self.applied_json is None or not any(self.unreached.values()):

@@ -72,7 +72,10 @@ class RequestGuard:
         self.context.directory = running_requests_of(self._app)
         self._path = self.context.route = app_path(scope)
         self._scope, self._receive = scope, receive
+        self._send_unchanged = send
         self._send: Send = AppliedFieldWriter(self.context, send).send
+        self._send_body: Send | None = None
+        """Sends the body of a response that has started; None if it may still be replaced."""
         headers = Headers(scope=scope)
         if self._path == RESPONSES_ROUTE:
             self.context.header_id = headers.get("x-request-id")
@@ -106,8 +109,8 @@ class RequestGuard:
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message of the application, or the refusal in place of the response."""
-        if self._started and not self._refused and message["type"] == "http.response.body":
-            return self._send(message)  # hot path: each token of a stream
+        if self._send_body is not None:
+            return self._send_body(message)  # hot path: each token of a stream
         return self._send_edge(message)
 
     async def _send_edge(self, message: Message) -> None:
@@ -120,6 +123,9 @@ class RequestGuard:
                 await self.refuse(message["headers"])
                 return
             self._started = True
+            await self._send(message)
+            self._send_body = self._send_unchanged if self.context.changes_nothing else self._send
+            return
         await self._send(message)
 
     async def refuse(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
