@@ -18,7 +18,7 @@ from tests.features import FeatureRecord
 
 # One engine in this very process, small caches, and no pinning of threads to cores that other engines of the same test
 # run use as well. One thread each, which torch reads when it is first imported: models of this size are slower with
-# more, since threads that wait for each other take the cores from the tests that run beside.
+# more, since threads that wait for each other take the cores from the tests that run beside them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # numba, with which vLLM looks up n-grams, would otherwise set torch's number of threads to its own.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")

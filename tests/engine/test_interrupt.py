@@ -27,9 +27,6 @@ def interrupt(llm):
     states = llm.llm_engine.output_processor.request_states
     while not any(state.detokenizer.output_token_ids for state in list(states.values())):
         time.sleep(0.01)
-    group = [path for path in Path("/proc").glob("[0-9]*/status") if os.getpgid(int(path.parent.name)) == os.getpgrp()]
-    statuses = [path.read_text() for path in group]
-    print("workers:", [ignores_interrupts(status) for status in statuses if "VLLM::Worker" in status], flush=True)
     os.killpg(os.getpgrp(), signal.SIGINT)
 
 if __name__ == "__main__":
@@ -44,6 +41,9 @@ if __name__ == "__main__":
         return llm.generate([{"prompt_token_ids": [1, 2, 3]}] * n, params, use_tqdm=False)
 
     print("stored:", [output.capture_results["filesystem"].status for output in run(3, 2)], flush=True)
+    group = [path for path in Path("/proc").glob("[0-9]*/status") if os.getpgid(int(path.parent.name)) == os.getpgrp()]
+    statuses = [path.read_text() for path in group]
+    print("workers:", [ignores_interrupts(status) for status in statuses if "VLLM::Worker" in status], flush=True)
     threading.Thread(target=interrupt, args=(llm,), daemon=True).start()
     run(5, 500)
 """
