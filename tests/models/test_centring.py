@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conformance.model import build
-from tests.conformance.zoo import BY_NAME
+from tests.conformance.reference_process import ReferenceProcess
+from tests.models.centred_models import Outputs, plain_and_centred
 from tests.models.test_discovery import layer
 from tests.models.test_sae import (
     B_DEC,
@@ -157,29 +157,13 @@ def test_centred_models_compute_the_same(
 
     ``axis`` is the axis of the rows' components in the weights of projections.
     """
-    model = build(BY_NAME[name])
-    places: list[tuple[torch.Tensor, int]] = []
-    for where, weight in model.named_parameters():
-        module = where.rpartition(".")[0]
-        if module.endswith(projections):
-            places.append((weight, axis if weight.ndim > 1 else 0))
-        elif module.endswith(embeddings):
-            places.append((weight, -1))
-    tokens = torch.tensor([[3, 9, 27, 14, 5]])
-    with torch.inference_mode():
-        for weight, along in places:
-            weight += 0.1 + 0.2 * torch.randn_like(weight.mean(along, keepdim=True))
-        plain = model(tokens, output_hidden_states=True)
-        for weight, along in places:
-            weight -= weight.mean(along, keepdim=True)
-        centred = model(tokens, output_hidden_states=True)
-    assert len(places) > 2 * model.config.num_hidden_layers
-    # The last ones are behind the final norm.
-    for rows, without in zip(plain.hidden_states[:-1], centred.hidden_states[:-1], strict=True):
-        mean = rows.mean(-1, keepdim=True)
-        assert mean.abs().min() > 1e-3
-        torch.testing.assert_close(rows - mean, without, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(plain.logits, centred.logits, atol=1e-4, rtol=1e-4)
+    with ReferenceProcess() as process:
+        found: Outputs = process.run(plain_and_centred, name, embeddings, projections, axis)
+    assert found.centred > 2 * found.layers
+    mean = found.plain_rows.mean(-1, keepdim=True)
+    assert mean.abs().min() > 1e-3
+    torch.testing.assert_close(found.plain_rows - mean, found.centred_rows, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.plain_logits, found.centred_logits, atol=1e-4, rtol=1e-4)
 
 
 def test_stages_that_differ() -> None:
