@@ -34,7 +34,7 @@ fraction of the effect of the strongest edit. Rounding an input in another way m
 8-bit format. Incomplete streams may pass this limit of rows; the rows with unquantised weights rule them out."""
 MAX_MISS, MAX_OWN_MISS = 0.02, 0.5
 """Largest error of an edit at the median token in bfloat16, as a fraction of the effect of the strongest edit, and of
-its own effect. Rounding changes a stream by up to 2**-8, and right taps miss by up to 0.011, late ones by 0.3 or more.
+its own effect. Rounding changes a stream by up to 2**-8, and right taps miss by up to 0.017, late ones by 0.3 or more.
 Not at every token, since rounding may send some to other experts."""
 BFLOAT16_MIN_EFFECT = 0.05
 MAX_DISTANCE_FROM_HF = 0.1

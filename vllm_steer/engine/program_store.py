@@ -243,10 +243,11 @@ class ProgramStore:
             return ENDED
         request_id = self._live.request_id(live)
         slot = None if request_id is None else self.slot_of(request_id)
-        if request_id is None or slot is None:
+        dynamic = None if request_id is None else self._dynamic.get(request_id)
+        if request_id is None or slot is None or dynamic is None:
             # A preempted request computes its earlier tokens again with the strengths that they had.
             return self._live.position(live)
-        self._put_initial(request_id, slot, self._dynamic[request_id])
+        self._put_initial(request_id, slot, dynamic)
         self.changes += 1
         return int(self.next_step[slot])
 
