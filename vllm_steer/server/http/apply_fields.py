@@ -224,8 +224,6 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     # Set before the engine sees the request, because the responses route starts its stream earlier.
     context.applied_json = compiled.get(APPLIED_KEY) or None
     params.extra_args = {**(params.extra_args or {}), **compiled}
-    if PROGRAM_KEY not in compiled and not fields:
-        return
     if PROGRAM_KEY in compiled:
         params.extra_args[PROMPT_KEY] = context.prompts
     # The batch runner has no middleware and no engine yet; the check happens when the request is submitted.
