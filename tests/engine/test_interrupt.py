@@ -30,6 +30,7 @@ def interrupt(llm):
     os.killpg(os.getpgrp(), signal.SIGINT)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
     model, root = sys.argv[1:]
     consumers = {"filesystem": {"root": root, "layout": "packed"}}
     llm = LLM(model, enable_steering=True, enforce_eager=True, dtype="float32", max_model_len=512,
