@@ -260,6 +260,16 @@ def test_rejects_captures_that_no_response_carries(context: RequestContext) -> N
         apply_to_params(request_with(capture={"memory": HOOKS}), SamplingParams())
 
 
+def test_rejects_live_strengths_in_the_background(context: RequestContext) -> None:
+    """Catches live strengths that cannot be changed: the route said that the running request has ended."""
+    live = [EDIT, {**EDIT, "live": "calm"}]
+    with pytest.raises(RequestRefused, match="omit background") as refused:
+        apply_to_params(request_with(ResponsesRequest, background=True, steering=live), SamplingParams())
+    assert refused.value.parameter == "steering[1].live"
+    fixed = request_with(ResponsesRequest, background=True, steering=[EDIT])
+    assert has_steering(apply_to_params(fixed, SamplingParams()))
+
+
 def test_rejects_live_strengths_in_several_runs(context: RequestContext) -> None:
     """Catches a strength that was set in one run of the model and is 1 again in the next, and plain edits refused."""
     tools = [{"type": "web_search_preview"}]

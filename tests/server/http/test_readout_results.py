@@ -104,6 +104,8 @@ def make_app(chunks: int = TOKENS) -> FastAPI:
             return {"id": "x", "choices": [{"index": i, "text": "é\ud83d"[:1]} for i in range(params.n)]}
 
         async def events() -> AsyncIterator[str]:
+            for i in range(len(samples) * extra.get("roles", 0)):  # chat completions begin all choices at once
+                yield f'data: {{"id":"x","choices":[{{"index":{i},"delta":{{"role":"assistant"}}}}]}}\n\n'
             for number in range(TOKENS):
                 for i, sample in enumerate(samples):
                     sample.step()
@@ -202,6 +204,16 @@ async def test_stream_has_the_readouts_of_its_tokens() -> None:
         # An event has the values of the tokens ahead of its own, which has just been sampled.
         assert [choice.get("readouts", {}).get("score", {}).get("positions") for choice in own] == [None, [3], [4], [5]]
         assert joined(own) == expected(number)
+
+
+async def test_stream_that_begins_a_choice_before_its_prompt_has_run() -> None:
+    """Catches prompt readouts that are lost if a chat stream begins all choices when the first one has an output."""
+    body = {"readouts": READOUTS, "n": 2, "stream": True, "roles": 1}
+    response = await client_of(make_app()).post(COMPLETIONS, json=body)
+    choices = [choice for event in events_of(response.text) for choice in event["choices"]]
+    assert len(choices) == 2 * (1 + TOKENS)
+    for number in range(2):
+        assert joined([choice for choice in choices if choice["index"] == number]) == expected(number)
 
 
 async def test_stream_without_enough_events_ends_with_the_rest() -> None:

@@ -90,7 +90,7 @@ def apply_to_params(request: Any, params: Any) -> Any:
         _refuse_misspelled(request)
         _refuse_background(request)
         fields = read_fields(request)
-        _refuse_live_with_tools(request, fields)
+        _refuse_lost_live(request, fields)
         for name in (CAPTURE_FIELD, READOUTS_FIELD):
             if name in fields:
                 _refuse_without_answer(request, name)
@@ -192,12 +192,14 @@ def _refuse_without_answer(request: Any, field: str) -> None:
         )
 
 
-def _refuse_live_with_tools(request: Any, fields: Mapping[str, Any]) -> None:
-    """Raise SteeringError for live strengths that would be 1 again in each further run of the model."""
-    edits = fields.get(GENERAL_FIELD)
-    if isinstance(request, ResponsesRequest) and isinstance(edits, list):
+def _refuse_lost_live(request: Any, fields: Mapping[str, Any]) -> None:
+    """Raise SteeringError for live strengths that nothing can change, or that are 1 again in each run of the model."""
+    if isinstance(request, ResponsesRequest) and isinstance(edits := fields.get(GENERAL_FIELD), list):
         for i, edit in enumerate(edits):
             if isinstance(edit, Mapping) and edit.get("live") is not None:
+                if request.background:
+                    problem = "cannot change after a background request is answered; omit background"
+                    raise SteeringError(f"{GENERAL_FIELD}[{i}].live", problem)
                 _refuse_served_tools(request, f"{GENERAL_FIELD}[{i}].live")
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_steer.capture.record_reader import Record
-from vllm_steer.frontend.outputs import controller_error, num_forwarded, read_records
+from vllm_steer.frontend.outputs import controller_error, has_stopped, num_forwarded, read_records
 from vllm_steer.metrics.requests import count_gates
 from vllm_steer.program import Program
 from vllm_steer.program.dynamic import LENS
@@ -71,13 +71,21 @@ class ReadoutFeed:
         ]
         self._live = dict(program.layout.live)
         self._template = None if self._gates or self._live else _template(self._by_tokens)
-        self._trace_taken = False
+        self._trace_taken = self._has_output = False
         self._trace_positions: list[int] = []
         self._trace_records: list[Record] = []
 
     def take(self) -> dict[str, Any]:
         """Return ``{name: {"positions", "values"}}`` of the new tokens, without readouts that have no new value."""
         return self._values(*self._reader.take(num_forwarded(self._state)))
+
+    def _awaits_prompt(self) -> bool:
+        """Return whether the engine may not have sent all records of the prompt, because there is no output yet.
+
+        An event can come before: a stream of chat completions begins all choices when the first one has an output.
+        """
+        self._has_output = has_stopped(self._state) or self._state.detokenizer.num_output_tokens() > 0
+        return not self._has_output
 
     def _values(self, positions: list[int], records: list[Record]) -> dict[str, Any]:
         if not positions:
@@ -100,8 +108,14 @@ class ReadoutFeed:
                 found[name] = {"positions": chosen, "values": values}
         return found
 
-    def take_json(self) -> bytes:
-        """Return the result of :meth:`take` as JSON, empty without a new value."""
+    def take_json(self, *, last: bool = False) -> bytes:
+        """Return the result of :meth:`take` as JSON, empty without a new value.
+
+        Args:
+            last: Whether the choice has ended.
+        """
+        if not (self._has_output or last) and self._awaits_prompt():
+            return b""
         if self._template is None:
             values = self.take()
             return _encoder.encode(values) if values else b""

@@ -137,7 +137,7 @@ async def _encode_all(feed: ReadoutFeed) -> dict[str, msgspec.Raw]:
 
 def _members(feed: ReadoutFeed, *, last: bool) -> bytes:
     """Return the new values as members of a JSON object, with the trace if this is the ``last`` event of the choice."""
-    values = feed.take_json()
+    values = feed.take_json(last=last)
     members = b'"%b":%b' % (READOUTS_KEY.encode(), values) if values else b""
     trace = feed.take_trace() if last else None
     if trace is None:
