@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from vllm_steer.frontend.live import EndedRequestError, LiveSample, UnknownRequestError
@@ -57,3 +59,21 @@ def test_lookup_by_owner() -> None:
         running.samples(ALICE, "cmpl-one")
     with pytest.raises(UnknownRequestError):
         running.samples(BOB, "cmpl-one")
+
+
+def test_ended_requests_with_long_ids() -> None:
+    """Catches memory that a client fills with long values of `request_id`: the ids of ended requests were kept."""
+    running, size = RunningRequests(), 1 << 20
+    tracemalloc.start()
+    try:
+        for number in range(8):
+            request = RunningRequest(ALICE)
+            running.add_sample(request, f"chatcmpl-{number}{'x' * size}", LiveSample("s", ""))
+            running.remove(request)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 2 * size
+    for name in (f"{number}{'x' * size}", f"chatcmpl-{number}{'x' * size}"):
+        with pytest.raises(EndedRequestError, match="has ended"):
+            running.samples(ALICE, name)

@@ -8,6 +8,7 @@ except that its responses route ignores the header.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -60,7 +61,8 @@ class RunningRequests:
 
     def __init__(self) -> None:
         self._running: dict[tuple[bytes, str], list[RunningRequest]] = {}
-        self._ended: OrderedDict[tuple[bytes, str], None] = OrderedDict()
+        # Hashes, because clients choose ids of any length.
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
 
     def add_sample(self, request: RunningRequest, engine_id: str, sample: LiveSample) -> None:
         """Add a sample that was given to the engine.
@@ -83,8 +85,9 @@ class RunningRequests:
             self._running[key].remove(request)
             if not self._running[key]:
                 del self._running[key]
-            self._ended[key] = None
-            self._ended.move_to_end(key)
+            ended = _hash(*key)
+            self._ended[ended] = None
+            self._ended.move_to_end(ended)
         request.ids.clear()
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
@@ -103,10 +106,14 @@ class RunningRequests:
             )
         if found:
             return list(found[0].samples)
-        if (owner, request_id) in self._ended:
+        if _hash(owner, request_id) in self._ended:
             raise EndedRequestError("request_id", "the request has ended; send a new one with another strength")
         raise UnknownRequestError(
             "request_id",
             "no running request with steering has this id; use the id of its response or its X-Request-Id, with the "
             "same API key and API server process",
         )
+
+
+def _hash(owner: bytes, request_id: str) -> bytes:
+    return hashlib.blake2b(owner + request_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
