@@ -340,10 +340,11 @@ def test_rejects_websocket_events_with_fields(nested: bool, engine: FakeEngine) 
     assert [json.loads(each) for each in seen] == [plain]
 
 
-async def test_ignores_the_root_path(engine: FakeEngine) -> None:
-    """Catches refusals of all steered requests behind a proxy."""
-    client = client_of(make_app(engine, root_path="/behind"))
-    assert (await client.post(f"/behind{ROUTE}", json=FIELDS)).json()["steered"] is True
+@pytest.mark.parametrize(("root", "path"), [("/behind", f"/behind{ROUTE}"), ("/behind", ROUTE), ("/", ROUTE)])
+async def test_ignores_the_root_path(engine: FakeEngine, root: str, path: str) -> None:
+    """Catches refusals of all steered requests behind a proxy, and with the root path `/`, which is no prefix."""
+    client = client_of(make_app(engine, root_path=root))
+    assert (await client.post(path, json=FIELDS)).json()["steered"] is True
 
 
 async def test_a_disconnect_ends_the_request(engine: FakeEngine) -> None:

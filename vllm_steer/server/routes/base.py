@@ -60,9 +60,10 @@ class SteeringRoute(APIRoute):
 
 
 def app_path(scope: Scope) -> str:
-    """Return the request's path without the application's root path."""
+    """Return the request's path without the application's root path, as the router finds it."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    rest = path.removeprefix(scope.get("root_path", ""))
+    return rest if rest[:1] in ("/", "") else path  # a root path of "/" is no prefix
 
 
 def requires(right: Right, body: dict[str, Any] | None = None) -> dict[str, Any]:
