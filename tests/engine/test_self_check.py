@@ -23,7 +23,7 @@ from tests.conformance.zoo import BY_NAME
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.conftest import close
 from tests.engine.test_off import worker_of
-from tests.tiny import make_llm
+from tests.tiny import HIDDEN, LAYERS, VOCAB, make_llm
 from tests.wrong_taps import WRONG
 from vllm_steer.engine import self_check as self_check_module
 from vllm_steer.engine.self_check import self_check
@@ -220,6 +220,41 @@ def test_check_fits_into_the_smallest_tables(tiny_llama: Path) -> None:
     (report,) = llm.collective_rpc("steering_capabilities")
     close(llm)
     assert (report["self_check"].get("hops"), report["self_check"].get("conclusive")) == (8, 8)
+
+
+def save_whisper(folder: Path) -> Path:
+    """Save a tiny Whisper with random weights, and the processor that vLLM wants."""
+    from transformers import (
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+        WhisperProcessor,
+        WhisperTokenizer,
+    )
+
+    names = ["<|endoftext|>", "<|startoftranscript|>", *(f"t{number}" for number in range(VOCAB - 2))]
+    tokenizer = WhisperTokenizer(vocab={name: number for number, name in enumerate(names)}, merges=[])
+    WhisperProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=1), tokenizer).save_pretrained(folder)
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    layers = {"encoder_layers": 2, "decoder_layers": LAYERS, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+    lengths = {"max_source_positions": 50, "max_target_positions": 64}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    config = WhisperConfig(
+        vocab_size=len(tokenizer), num_mel_bins=16, d_model=HIDDEN, init_std=0.3, decoder_start_token_id=1,
+        **heads, **layers, **lengths, **ids,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    WhisperForConditionalGeneration(config).float().save_pretrained(folder)
+    return folder
+
+
+def test_cross_attention_without_an_encoder(tmp_path: Path) -> None:
+    """Catches a check that refuses encoder-decoders: attention to no position at all is undefined on CPUs."""
+    llm = make_llm(save_whisper(tmp_path), max_model_len=32, skip_tokenizer_init=False)
+    (report,) = llm.collective_rpc("steering_capabilities")
+    close(llm)
+    assert report["self_check"]["ran"]
+    assert report["self_check"]["conclusive"] == report["self_check"]["hops"] == 2 * LAYERS
 
 
 def test_circular_caches_have_one_block_for_each_request() -> None:

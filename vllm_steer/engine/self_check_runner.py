@@ -8,6 +8,7 @@ scheduler-less steps too (``v1/worker/gpu/warmup.py``). All ranks run the same s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,14 @@ from vllm_steer.program import compile_program
 _MAX_REQUESTS = 32
 """Most requests of one step."""
 _REQUEST_PREFIX = "_steering_self_check_"
+_ENCODER_INPUT = SimpleNamespace(
+    data=None,
+    modality="audio",
+    identifier=_REQUEST_PREFIX,
+    mm_position=SimpleNamespace(offset=0, length=1, get_num_embeds=lambda: 1),
+)
+"""One position of an encoder, which does not run: without any, cross-attention is undefined on CPUs. vLLM's warm-up
+does the same; runners read the length only."""
 
 
 def can_disable_connector(worker: Any) -> bool:
@@ -67,6 +76,8 @@ class SelfCheckRunner:
     def __init__(self, worker: Any, steering: WorkerSteeringManager, config: SteeringConfig) -> None:
         self._worker, self._steering, self._config = worker, steering, config
         self._vocab_size = worker.vllm_config.model_config.get_vocab_size()
+        crosses = any(point == "post_block" for point, _ in steering.decoder.gaps)  # layers with cross-attention
+        self._encoder_inputs = [_ENCODER_INPUT] if crosses else []
         self._blocks = allocate_blocks(worker)
         self._running: set[str] = set()
         self._num_requests = 0
@@ -157,7 +168,7 @@ class SelfCheckRunner:
         return NewRequestData(
             req_id=name,
             prompt_token_ids=prompt,
-            mm_features=[],
+            mm_features=self._encoder_inputs,
             sampling_params=params,
             pooling_params=None,
             block_ids=blocks,
