@@ -68,6 +68,8 @@ def test_names_in_prompts_are_not_fields(text: str) -> None:
         ),
         ('{"steering": [{"kind": "add"}, {"kind": "add", "kind": "ablate"}]}', "steering[1]"),
         ('{"steering": [{"vector": {"shape": 1, "shape": 2}}]}', "steering[0].vector"),
+        ('{"steering": [{"vector": [[1.0], {"data": 1, "data": 2}]}]}', "steering[0].vector[1]"),
+        ('{"steering": [{"subspace": [{"data": 1, "data": 2}]}]}', "steering[0].subspace[0]"),
         ('{"steering_vectors": {"\\ud800": {"1": 1, "1": 2}}}', "steering_vectors.\\ud800"),
         ('{"steering_vectors": {"\\u202e": {"1": 1, "1": 2}}}', "steering_vectors.\\u202e"),
         ('{"capture": {}, "c\\u0061pture": {}}', "capture"),

@@ -31,6 +31,9 @@ _GENERIC_NAMES: Mapping[str, type] = MappingProxyType({CAPTURE_FIELD: dict, READ
 EVENT_PARENTS = ("session",)
 """The object of an event that configures a realtime session."""
 
+# Fields of edits that may be lists of packed vectors.
+_MATRICES = (".vector", ".subspace")
+
 # Deeper than any valid field; the options of a capture's consumer are the deepest.
 _MAX_DEPTH = 16
 
@@ -165,11 +168,15 @@ def _path_part(key: str) -> str:
     return f"[{short}]" if short.isdecimal() else f".{short}"
 
 
+def _is_list_of_rows(value: dict[str, Any] | list[Any]) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], (dict, list))
+
+
 def _duplicate_inside(value: Any, in_lists: bool, depth: int) -> tuple[str, str] | None:
     """Return the path below ``value`` of an object with duplicate keys, and the key.
 
-    Lists are searched at the top level (``steering`` is one), in ``when`` and otherwise only if ``in_lists``, because
-    most lists contain many numbers.
+    Lists are searched at the top level (``steering`` is one), in ``when``, in matrices, whose rows may be packed, and
+    otherwise only if ``in_lists``, because most lists contain many numbers.
     """
     if isinstance(value, dict):
         if twice := _duplicates(value):
@@ -181,7 +188,8 @@ def _duplicate_inside(value: Any, in_lists: bool, depth: int) -> tuple[str, str]
         return None
     if depth > 0:
         for step, item in inner:
-            found = _duplicate_inside(item, in_lists or step == ".when", depth - 1)
+            search = in_lists or step == ".when" or (step in _MATRICES and _is_list_of_rows(item))
+            found = _duplicate_inside(item, search, depth - 1)
             if found is not None:
                 return step + found[0], found[1]
     return None
