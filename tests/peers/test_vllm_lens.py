@@ -26,7 +26,7 @@ from vllm_steer.peers.vllm_lens import (
     deserialize_tensor,
     serialize_tensor,
 )
-from vllm_steer.peers.vllm_lens.http import VllmLensMiddleware
+from vllm_steer.peers.vllm_lens.http import VllmLensMiddleware, translate_body
 from vllm_steer.peers.vllm_lens.keys import read_keys
 
 VECTOR = SteeringVector(activations=torch.tensor([[1.0, 2.0], [3.0, 4.0]]), layer_indices=[1, 2], scale=2.0)
@@ -278,6 +278,17 @@ async def test_http_keys_are_translated(http: httpx.AsyncClient, parent: str) ->
     stream = decode_activations(answer["activations"])["residual_stream"]
     assert stream.shape == (2, 3, 2)
     assert "capture_results" not in answer["choices"][0]
+
+
+async def test_http_duplicate_keys(http: httpx.AsyncClient) -> None:
+    """Catches one of two values that is dropped by the translation, ahead of the server's check."""
+    headers = {"content-type": "application/json"}
+    body = '{"prompt": "x", "steering": [1], "steering": [2], "extra_args": {"output_residual_stream": [1]}}'
+    answer = await http.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert "duplicate key 'steering'" in answer.json()["error"]["message"]
+    body = '{"prompt": "say \\"x\\"", "stop": "output_residual_stream", "steering": [1], "steering": [2]}'
+    assert translate_body(body.encode()) == (body.encode(), None)  # the server's check finds them
 
 
 async def test_http_refusals(http: httpx.AsyncClient) -> None:

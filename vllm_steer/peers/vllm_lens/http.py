@@ -33,6 +33,7 @@ from vllm_steer.peers.vllm_lens.keys import (
     read_keys,
 )
 from vllm_steer.peers.vllm_lens.tensors import serialize_tensor, stack_layers, tensor_bytes, zstd
+from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.settings import max_body_bytes
@@ -225,7 +226,7 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
     """Return a body without the request keys, and the keys; None if it has none.
 
     Raises:
-        SteeringError: A key is invalid or not supported.
+        SteeringError: A key is invalid or not supported, or the body has a key twice.
     """
     try:
         document = json.loads(body)
@@ -233,7 +234,8 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
         return body, None  # vLLM refuses it
     if not isinstance(document, dict):
         return body, None
-    if document.get(LORA_FIELD) is not None:
+    changed = document.get(LORA_FIELD) is not None
+    if changed:
         document["model"] = read_adapter(document.pop(LORA_FIELD))
     given: dict[str, Any] = {}
     field = PARENTS[0]
@@ -249,6 +251,9 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
         given |= found
         if not values:
             del document[parent]
+    if not (given or changed):
+        return body, None  # with its duplicate keys for the checks that follow
+    parse_json(body, "body")  # refuses them
     keys = None
     if given:
         keys = read_keys(given, field)
