@@ -35,7 +35,7 @@ from vllm_steer.peers.vllm_lens.keys import (
 from vllm_steer.peers.vllm_lens.tensors import serialize_tensor, stack_layers, tensor_bytes, zstd
 from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
-from vllm_steer.server.routes.base import app_path
+from vllm_steer.server.routes.base import COUNTED_KEY, app_path
 from vllm_steer.server.settings import max_body_bytes
 
 ROUTES = ("/v1/completions", "/v1/chat/completions")
@@ -98,7 +98,8 @@ class VllmLensMiddleware:
         Raises:
             SteeringError: It is not there any more.
         """
-        start, data = await self._get(scope, f"/v1/captures/{quote(capture_id, safe='')}")
+        counted = {**scope, COUNTED_KEY: True}  # the key may be at its limit
+        start, data = await self._get(counted, f"/v1/captures/{quote(capture_id, safe='')}")
         if start["status"] != 200:
             raise SteeringError("activations", f"the stored rows cannot be read (HTTP {start['status']})")
         return await asyncio.to_thread(_tensor_of_file, data)

@@ -20,7 +20,7 @@ from vllm_steer.server.http.request_guard import COMPOSING_ROUTES, RequestGuard
 from vllm_steer.server.http.websocket import WebSocketGuard
 from vllm_steer.server.lifespan import run_lifespan
 from vllm_steer.server.quota.tracker import Reservation, quota_tracker_of
-from vllm_steer.server.routes.base import OWN_BODY_PREFIXES, RESERVATION_KEY, app_path
+from vllm_steer.server.routes.base import COUNTED_KEY, OWN_BODY_PREFIXES, RESERVATION_KEY, app_path
 
 
 class SteeringMiddleware:
@@ -38,7 +38,7 @@ class SteeringMiddleware:
             return
         try:
             auth = await authenticate(scope)
-            reservation = quota_tracker_of(scope["app"]).reserve(auth.quota_key)
+            reservation = quota_tracker_of(scope["app"]).reserve(None if COUNTED_KEY in scope else auth.quota_key)
         except SteeringError as error:
             await error_response(error)(scope, receive, send)
             return

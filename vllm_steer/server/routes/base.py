@@ -25,6 +25,8 @@ OWN_BODY_PREFIXES = (STEERING_PREFIX, PATCH_SWEEP_ROUTE)
 PLUGIN_PREFIXES = (*OWN_BODY_PREFIXES, "/v1/captures/")
 RESERVATION_KEY = "vllm_steer.reservation"
 """Key of the ASGI scope with the request's :class:`~vllm_steer.server.quota.tracker.Reservation`."""
+COUNTED_KEY = "vllm_steer.counted"
+"""Key of the ASGI scope of a request that another middleware makes for one that is counted already."""
 RIGHT_KEY = "x-steering-right"
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
