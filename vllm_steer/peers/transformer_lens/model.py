@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -48,10 +49,14 @@ class HookedTransformer:
         )
         self._max_logprobs: int = config.max_logprobs
         points = points_on(known.config.points)
+        self._unread = known.unread
         self.hook_names: tuple[str, ...] = tuple(
-            hook_name(point, layer) for layer in range(known.num_layers) for point in HOOKS if point in points
+            hook_name(point, layer)
+            for layer in range(known.num_layers)
+            for point in HOOKS
+            if point in points and layer not in known.unread.get(point, {})
         )
-        """Names of the hooks that the engine serves."""
+        """Names of the hooks whose rows the engine returns."""
 
     @classmethod
     def from_pretrained(cls, model_name: Any, **kwargs: Any) -> Self:
@@ -76,8 +81,9 @@ class HookedTransformer:
         """The engine's tokenizer."""
         return self.llm.get_tokenizer()
 
-    def to_tokens(self, text: Any) -> torch.Tensor:
-        """Return tokens ``[batch, tokens]`` of a text or of texts with equally many tokens."""
+    def to_tokens(self, text: Any, **unsupported: Any) -> torch.Tensor:
+        """Return tokens ``[batch, tokens]`` of a text or of texts with equally many tokens; refuse other arguments."""
+        refuse(unsupported)
         return torch.tensor(self._encode(text))
 
     def run_with_cache(
@@ -150,7 +156,7 @@ class HookedTransformer:
             prompts: As for :meth:`run_with_cache`.
             return_type: ``"logits"`` or None.
             fwd_hooks: ``(name, function)``; a name may be a function of names. Functions get the rows of one prompt,
-                ``[1, tokens, hidden]``, and an object with ``name`` and ``layer()``.
+                ``[1, tokens, hidden]``, and the argument ``hook``, an object with ``name`` and ``layer()``.
             **unsupported: Other arguments of TransformerLens, which are refused.
 
         Raises:
@@ -171,8 +177,9 @@ class HookedTransformer:
                 raise RuntimeError(f"prompts[{i}]: {output.outputs[0].stop_reason}")
         return self._logits(outputs, return_type)
 
-    def __call__(self, prompts: Any, return_type: str | None = "logits") -> torch.Tensor | None:
-        """Return the log-probabilities at the last token, ``[batch, 1, vocab]``."""
+    def __call__(self, prompts: Any, return_type: str | None = "logits", **unsupported: Any) -> torch.Tensor | None:
+        """Return the log-probabilities at the last token, ``[batch, 1, vocab]``; refuse other arguments."""
+        refuse(unsupported)
         return self._logits(self._run(self._encode(prompts), return_type, (), None), return_type)
 
     def generate(self, prompt: Any, max_new_tokens: int = 10, **kwargs: Any) -> str:
@@ -209,6 +216,8 @@ class HookedTransformer:
         hooks: dict[PointName, list[int]] = {}
         for name in chosen:
             point, layer = site(name, num_layers=self.cfg.n_layers)
+            if reason := self._unread.get(point, {}).get(layer):
+                raise SteeringError("names_filter", f"{name} is not supported: {reason}")
             if hook_name(point, layer) not in self.hook_names:
                 raise SteeringError("names_filter", f"{name} is not enabled; add {point} to --steering-points")
             if layer not in hooks.setdefault(point, []):
@@ -257,11 +266,30 @@ TransformerBridge = HookedTransformer
 
 def _on_prompts(function: Callable[[torch.Tensor, Any], Any], name: str, layer: int, count: int) -> Hook:
     """Return a user hook that calls a function of TransformerLens on the rows of prompts of ``count`` tokens."""
+    by_name = _takes_hook(function)
 
     def hook(view: HookedRows) -> torch.Tensor | None:
         if len(view.rows) != count:
             raise ValueError("the prompt is computed in parts; raise max_num_batched_tokens of the engine")
-        found = function(view.rows[None], SimpleNamespace(name=name, layer=lambda: layer))
-        return None if found is None else found[0]
+        site_of = SimpleNamespace(name=name, layer=lambda: layer)
+        rows = view.rows[None]
+        found = function(rows, hook=site_of) if by_name else function(rows, site_of)
+        if found is None:
+            return None
+        if isinstance(found, torch.Tensor) and found.shape != rows.shape:
+            raise ValueError(
+                f"functions get one prompt at a time and return rows of shape {list(rows.shape)}, not "
+                f"{list(found.shape)}; call run_with_hooks for each prompt if their rows differ"
+            )
+        return found[0]
 
     return hook
+
+
+def _takes_hook(function: Callable[..., Any]) -> bool:
+    """Return whether a function accepts the argument ``hook`` by name, which is how TransformerLens passes it."""
+    try:
+        inspect.signature(function).bind(None, hook=None)
+    except (TypeError, ValueError):  # no such argument, or a function without a signature
+        return False
+    return True
