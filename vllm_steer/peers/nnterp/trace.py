@@ -118,14 +118,17 @@ class Probabilities(Value):
         self._invoke.probs.append(self)
         return self
 
+    def take(self, log_probabilities: torch.Tensor) -> None:
+        """Set the value from the step's log-probabilities ``[vocab]``."""
+        self._value = log_probabilities.exp()[None]
+
 
 class LogProbabilities(Probabilities):
     """Log-probabilities of the token that a step samples, ``[1, 1, vocab]``: logits that differ by a constant."""
 
-    @property
-    def value(self) -> torch.Tensor:
-        """The tensor; raise SteeringError if the trace has not run."""
-        return super().value.log()[:, None]
+    def take(self, log_probabilities: torch.Tensor) -> None:
+        """Set the value from the step's log-probabilities ``[vocab]``."""
+        self._value = log_probabilities[None, None]
 
 
 class Rows(Value):
@@ -206,7 +209,8 @@ class Rows(Value):
             value.save()
         elif kind != "scale" and not isinstance(value, torch.Tensor):
             refuse("the value must be a tensor, or rows of an earlier invoke")
-        self.invoke.writes.append((kind, self, value))
+        # A copy, since later lines may change the tensor in place.
+        self.invoke.writes.append((kind, self, value.detach().clone() if isinstance(value, torch.Tensor) else value))
 
     def _unsupported(self, *args: Any) -> NoReturn:
         refuse(
@@ -412,6 +416,6 @@ class Tracer:
             tokens = output.outputs[0].token_ids
             for probs in invoke.probs:
                 if probs.step < len(tokens):
-                    probs._value = self.model.read_probabilities(output, probs.step)[None]
+                    probs.take(self.model.read_log_probabilities(output, probs.step))
             for result in invoke.results:
                 result._value = torch.tensor([[*invoke.tokens, *tokens]])

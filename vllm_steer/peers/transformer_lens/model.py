@@ -264,7 +264,7 @@ TransformerBridge = HookedTransformer
 """Name of the class in TransformerLens 4."""
 
 
-def _on_prompts(function: Callable[[torch.Tensor, Any], Any], name: str, layer: int, count: int) -> Hook:
+def _on_prompts(function: Callable[..., Any], name: str, layer: int, count: int) -> Hook:
     """Return a user hook that calls a function of TransformerLens on the rows of prompts of ``count`` tokens."""
     by_name = _takes_hook(function)
 
@@ -281,7 +281,8 @@ def _on_prompts(function: Callable[[torch.Tensor, Any], Any], name: str, layer: 
                 f"functions get one prompt at a time and return rows of shape {list(rows.shape)}, not "
                 f"{list(found.shape)}; call run_with_hooks for each prompt if their rows differ"
             )
-        return found[0]
+        changed: torch.Tensor = found[0]
+        return changed
 
     return hook
 
