@@ -124,7 +124,7 @@ def probe_hook() -> list[Refusal]:
         Refusal(
             "`include_last` with global steering of generated tokens", lambda: check_global_steering(steered_decode)
         ),
-        Refusal("`include_last` with images", lambda: last_prompt(Output(), [])),
+        Refusal("`include_last` with images", lambda: last_prompt(Output(), [], 1)),
         Refusal("steering or captures (`AsyncLLM`)", lambda: plain.unsteered(SamplingParams(steering_vectors=steered))),
     ]
 
