@@ -96,7 +96,7 @@ class AsyncClient:
 
     async def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> AsyncIterator[Piece]:
         """Answer a conversation as a stream; the arguments are those of `chat`."""
-        endpoint = endpoints.chat(await self.model(), messages, {**fields, "stream": True})
+        endpoint = endpoints.stream_chat(await self.model(), messages, fields)
         async with aclosing(await self._send(endpoint, stream=True)) as response:
             async for event in aiter_events(response.aiter_bytes()):
                 yield parse_piece(event)

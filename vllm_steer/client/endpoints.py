@@ -118,11 +118,17 @@ def stream_patch(study: Mapping[str, Any]) -> Endpoint[None]:
 
 
 def complete(model: str, prompt: Any, fields: Mapping[str, Any]) -> Endpoint[Completion]:
+    _refuse_stream(fields)
     return _generate("/v1/completions", {"model": model, "prompt": prompt, **fields})
 
 
 def chat(model: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Endpoint[Completion]:
+    _refuse_stream(fields)
     return _generate("/v1/chat/completions", {"model": model, "messages": list(messages), **fields})
+
+
+def stream_chat(model: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Endpoint[Completion]:
+    return _generate("/v1/chat/completions", {"model": model, "messages": list(messages), **fields, "stream": True})
 
 
 def fetch(capture: CaptureAnswer | str) -> Endpoint[dict[tuple[str, int], Rows]]:
@@ -149,6 +155,11 @@ def auth_headers(api_key: str | None) -> dict[str, str]:
 def _generate(path: str, body: Mapping[str, Any]) -> Endpoint[Completion]:
     parse: Callable[[httpx.Response], Completion] = lambda response: parse_completion(response.json())  # noqa: E731
     return Endpoint("POST", path, parse, json=to_json(body, "body"), idempotent=False)
+
+
+def _refuse_stream(fields: Mapping[str, Any]) -> None:
+    if fields.get("stream"):
+        raise SteeringError("stream", "is not supported here, where the answer comes as a whole; use stream_chat")
 
 
 def _without_none(fields: Mapping[str, Any], name: str) -> dict[str, Any]:

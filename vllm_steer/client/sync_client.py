@@ -108,7 +108,7 @@ class Client:
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Iterator[Piece]:
         """Answer a conversation as a stream; the arguments are those of `chat`."""
-        endpoint = endpoints.chat(self.model, messages, {**fields, "stream": True})
+        endpoint = endpoints.stream_chat(self.model, messages, fields)
         with closing(self._send(endpoint, stream=True)) as response:
             for event in iter_events(response.iter_bytes()):
                 yield parse_piece(event)
