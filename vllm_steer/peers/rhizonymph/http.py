@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.peers.bodies import ParsedBody
 from vllm_steer.peers.rhizonymph.fields import FIELDS, MODULE_FIELDS, read_hooks, translate_fields
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
@@ -121,12 +122,14 @@ class _Exchange:
 
     def _translated(self, body: bytes) -> bytes:
         try:
-            document = json.loads(body)
+            parsed = ParsedBody(body)
         except (ValueError, RecursionError):
             return body  # vLLM refuses it
+        document = parsed.value
         if not isinstance(document, dict):
             return body
         translated = self._translate(document)
+        parsed.refuse_repeated((*FIELDS, *MODULE_FIELDS), translated=translated != document)
         self._captures = "capture" in translated and not translated.get("stream")
         # A body without fields of the fork stays as it is, with its duplicate keys for the checks that follow.
         return body if translated == document else json.dumps(translated).encode()

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_steer.client.encoding import to_json
 from vllm_steer.client.responses import CaptureAnswer, parse_completion, read_capture_file
 from vllm_steer.errors import SteeringError
+from vllm_steer.peers.bodies import ParsedBody
 from vllm_steer.peers.vllm_lens.client import HEADER
 from vllm_steer.peers.vllm_lens.keys import (
     KEYS,
@@ -228,11 +229,13 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
         SteeringError: A key is invalid or not supported.
     """
     try:
-        document = json.loads(body)
+        parsed = ParsedBody(body)
     except (ValueError, RecursionError):
         return body, None  # vLLM refuses it
+    document = parsed.value
     if not isinstance(document, dict):
         return body, None
+    parsed.refuse_repeated((), translated=True)
     if document.get(LORA_FIELD) is not None:
         document["model"] = read_adapter(document.pop(LORA_FIELD))
     given: dict[str, Any] = {}
