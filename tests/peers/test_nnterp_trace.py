@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -150,6 +151,34 @@ def test_log_probabilities_have_no_least_number(
         assert torch.equal(found, LOG_PROBABILITIES[None, None])
     assert torch.equal(probs.value, LOG_PROBABILITIES.exp()[None])
     assert torch.equal(model.next_token_probs([TOKENS]), LOG_PROBABILITIES.exp()[None])
+
+
+def test_saved_values_compute_as_tensors(model: StandardizedTransformer) -> None:
+    """Catches a list of saved rows that torch cannot stack, and operators of tensors that saved values lack."""
+    with model.trace(TOKENS):
+        saved = [model.layers_output[layer][:, -1].save() for layer in (0, 2)]
+        probs = model.next_token_probs.save()
+        with pytest.raises(SteeringError, match="rows have no values within the trace"):
+            len(saved[0])
+        with pytest.raises(SteeringError, match="exists after the trace"):
+            torch.stack(saved)
+    rows = [each.value for each in saved]
+    assert torch.equal(torch.stack(saved), torch.stack(rows))
+    assert torch.equal(torch.cat(tensors=saved, dim=-1), torch.cat(rows, dim=-1))
+    first, second = saved
+    for found, right in (
+        (1 + first, 1 + rows[0]),
+        (1 - first, 1 - rows[0]),
+        (2 * first / 4, 2 * rows[0] / 4),
+        (1 / (first + 1), 1 / (rows[0] + 1)),
+        (abs(-first) ** 2, rows[0] ** 2),
+        (first < second, rows[0] < rows[1]),
+        (first >= second, rows[0] >= rows[1]),
+        (probs[0] * 2, probs.value[0] * 2),
+        (torch.from_numpy(np.asarray(second)), rows[1]),
+    ):
+        assert torch.equal(found, right)
+    assert (len(first), len(probs), bool((first <= second).all())) == (1, 1, True)
 
 
 def test_generate_keeps_its_own_steering(model: StandardizedTransformer) -> None:

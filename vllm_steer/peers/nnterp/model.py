@@ -13,7 +13,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
 from vllm_steer.peers.engines import open_engine
 from vllm_steer.peers.nnterp.refused import ATTRIBUTES
-from vllm_steer.peers.nnterp.trace import LogProbabilities, Probabilities, Sites, Tracer
+from vllm_steer.peers.nnterp.trace import Sites, Tracer
+from vllm_steer.peers.nnterp.values import LogProbabilities, Probabilities
 from vllm_steer.points import BRANCH_OUTPUTS, PointName
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
