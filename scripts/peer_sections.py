@@ -148,7 +148,7 @@ def transformer_lens() -> list[Refusal]:
     from types import SimpleNamespace
 
     from vllm_steer.peers.transformer_lens import HookedTransformer, SteeringDriver, get_act_name
-    from vllm_steer.peers.transformer_lens.refused import ARGUMENTS, LOADING, REFUSED
+    from vllm_steer.peers.transformer_lens.refused import ARGUMENTS, GENERATING, LOADING, REFUSED
 
     model = HookedTransformer.__new__(HookedTransformer)
     driver = SteeringDriver.__new__(SteeringDriver)
@@ -165,6 +165,10 @@ def transformer_lens() -> list[Refusal]:
         Refusal("`get_act_name('pattern', 1)`", lambda: get_act_name("pattern", 1)),
         Refusal("`return_type='loss'`", lambda: model._run([], "loss", (), None)),
         *(Refusal(f"`{each}=...`", lambda each=each: model.run_with_cache("one", **{each: 1})) for each in ARGUMENTS),
+        *(
+            Refusal(f"`generate(..., {each}=...)`", lambda each=each: model.generate("one", **{each: 1}))
+            for each in GENERATING
+        ),
         *(
             Refusal(f"`from_pretrained(..., {each}=...)`", lambda each=each: model.from_pretrained("m", **{each: 1}))
             for each in LOADING

@@ -38,12 +38,20 @@ class Engine:
         yield
         self.hooks.remove(hook)
 
+    def get_tokenizer(self) -> Any:
+        """Return a tokenizer of letters that adds a BOS token to texts."""
+
+        def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+            return [*([1] if add_special_tokens else []), *map(ord, text)]
+
+        return SimpleNamespace(encode=encode, decode=lambda tokens: "".join(map(chr, tokens)).replace("\1", "<s>"))
+
     def generate(self, requests: Sequence[Any], params: Any, use_tqdm: bool) -> list[Any]:
         return [self._run(each["prompt_token_ids"]) for each in requests]
 
     def _run(self, tokens: Sequence[int]) -> Any:
         rows = torch.tensor(tokens, dtype=torch.float32)[:, None].repeat(1, HIDDEN)
-        sample = SimpleNamespace(finish_reason="length", stop_reason=None)
+        sample = SimpleNamespace(finish_reason="length", stop_reason=None, token_ids=[ord("!")])
         for hook in self.hooks:
             view = HookedRows(rows, torch.arange(len(rows)), "0", "post_block", 1)
             try:
@@ -129,3 +137,16 @@ def test_arguments_are_refused_with_the_reason(model: HookedTransformer, call: A
     """Catches a ``TypeError`` for an argument of TransformerLens."""
     with pytest.raises(SteeringError, match="the tokenizer decides"):
         call(model, "one", prepend_bos=False)
+
+
+def test_generated_text(model: HookedTransformer) -> None:
+    """Catches a BOS token in the text, and arguments and prompts that end in a ``TypeError`` or ``ValueError``."""
+    assert model.generate("one") == "one!"
+    assert model.generate(torch.tensor([1, ord("a")])) == "<s>a!"
+    for arguments, message in (
+        ({"prompt": "one", "verbose": False}, "verbose: there is no progress bar"),
+        ({"prompt": "one", "do_sample": True}, "do_sample: .*temperature=0"),
+        ({"prompt": ["one", "two"]}, "prompt: has 2 prompts"),
+    ):
+        with pytest.raises(SteeringError, match=message):
+            model.generate(**arguments)

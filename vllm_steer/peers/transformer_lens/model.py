@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -15,12 +14,12 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
 from vllm_steer.peers.engines import open_engine
 from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
-from vllm_steer.peers.transformer_lens.refused import REFUSED, loading_arguments, refuse
+from vllm_steer.peers.transformer_lens.hooks import on_prompts
+from vllm_steer.peers.transformer_lens.refused import GENERATING, REFUSED, loading_arguments, refuse
 from vllm_steer.points import PointName, points_on
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer, shown
-from vllm_steer.taps.user_hooks import Hook, HookedRows
 
 
 class HookedTransformer:
@@ -169,7 +168,7 @@ class HookedTransformer:
             for names, function in fwd_hooks:
                 for point, layers in self._read_filter(names).items():
                     for layer in layers:
-                        hook = _on_prompts(function, hook_name(point, layer), layer, len(tokens[0]))
+                        hook = on_prompts(function, hook_name(point, layer), layer, len(tokens[0]))
                         stack.enter_context(self.llm.register_hook(hook, point, layer))
             outputs = self._run(tokens, return_type, (), None)
         for i, output in enumerate(outputs):
@@ -183,11 +182,28 @@ class HookedTransformer:
         return self._logits(self._run(self._encode(prompts), return_type, (), None), return_type)
 
     def generate(self, prompt: Any, max_new_tokens: int = 10, **kwargs: Any) -> str:
-        """Return the prompt's text with the generated text, greedy by default."""
-        (tokens,) = self._encode(prompt)
+        """Return the prompt's text with the generated text, greedy by default.
+
+        Args:
+            prompt: One prompt, as for :meth:`run_with_cache`. Of a text, special tokens that the tokenizer adds, such
+                as BOS, are not part of the result.
+            max_new_tokens: Most tokens to generate.
+            **kwargs: Arguments of ``SamplingParams``.
+
+        Raises:
+            SteeringError: There are several prompts, or an argument of TransformerLens is not supported.
+        """
+        for name in kwargs:
+            if name in GENERATING:
+                raise SteeringError(name, GENERATING[name])
+        encoded = self._encode(prompt)
+        if len(encoded) > 1:
+            raise SteeringError("prompt", f"has {len(encoded)} prompts; generate serves one, and llm.generate several")
+        (tokens,) = encoded
         params = SamplingParams(**{"temperature": 0.0, **kwargs, "max_tokens": max_new_tokens})
         (output,) = self.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
-        return str(self.tokenizer.decode([*tokens, *output.outputs[0].token_ids]))
+        shown_tokens = self.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else tokens
+        return str(self.tokenizer.decode([*shown_tokens, *output.outputs[0].token_ids]))
 
     def _encode(self, prompts: Any) -> list[list[int]]:
         if isinstance(prompts, torch.Tensor):
@@ -262,35 +278,3 @@ class HookedTransformer:
 
 TransformerBridge = HookedTransformer
 """Name of the class in TransformerLens 4."""
-
-
-def _on_prompts(function: Callable[..., Any], name: str, layer: int, count: int) -> Hook:
-    """Return a user hook that calls a function of TransformerLens on the rows of prompts of ``count`` tokens."""
-    by_name = _takes_hook(function)
-
-    def hook(view: HookedRows) -> torch.Tensor | None:
-        if len(view.rows) != count:
-            raise ValueError("the prompt is computed in parts; raise max_num_batched_tokens of the engine")
-        site_of = SimpleNamespace(name=name, layer=lambda: layer)
-        rows = view.rows[None]
-        found = function(rows, hook=site_of) if by_name else function(rows, site_of)
-        if found is None:
-            return None
-        if isinstance(found, torch.Tensor) and found.shape != rows.shape:
-            raise ValueError(
-                f"functions get one prompt at a time and return rows of shape {list(rows.shape)}, not "
-                f"{list(found.shape)}; call run_with_hooks for each prompt if their rows differ"
-            )
-        changed: torch.Tensor = found[0]
-        return changed
-
-    return hook
-
-
-def _takes_hook(function: Callable[..., Any]) -> bool:
-    """Return whether a function accepts the argument ``hook`` by name, which is how TransformerLens passes it."""
-    try:
-        inspect.signature(function).bind(None, hook=None)
-    except (TypeError, ValueError):  # no such argument, or a function without a signature
-        return False
-    return True
