@@ -124,7 +124,7 @@ def probe_hook() -> list[Refusal]:
         Refusal(
             "`include_last` with global steering of generated tokens", lambda: check_global_steering(steered_decode)
         ),
-        Refusal("`include_last` with images", lambda: last_prompt(Output(), [])),
+        Refusal("`include_last` with images", lambda: last_prompt(Output(), [], 1)),
         Refusal("steering or captures (`AsyncLLM`)", lambda: plain.unsteered(SamplingParams(steering_vectors=steered))),
     ]
 
@@ -148,7 +148,7 @@ def transformer_lens() -> list[Refusal]:
     from types import SimpleNamespace
 
     from vllm_steer.peers.transformer_lens import HookedTransformer, SteeringDriver, get_act_name
-    from vllm_steer.peers.transformer_lens.refused import ARGUMENTS, LOADING, REFUSED
+    from vllm_steer.peers.transformer_lens.refused import ARGUMENTS, GENERATING, LOADING, REFUSED
 
     model = HookedTransformer.__new__(HookedTransformer)
     driver = SteeringDriver.__new__(SteeringDriver)
@@ -165,6 +165,10 @@ def transformer_lens() -> list[Refusal]:
         Refusal("`get_act_name('pattern', 1)`", lambda: get_act_name("pattern", 1)),
         Refusal("`return_type='loss'`", lambda: model._run([], "loss", (), None)),
         *(Refusal(f"`{each}=...`", lambda each=each: model.run_with_cache("one", **{each: 1})) for each in ARGUMENTS),
+        *(
+            Refusal(f"`generate(..., {each}=...)`", lambda each=each: model.generate("one", **{each: 1}))
+            for each in GENERATING
+        ),
         *(
             Refusal(f"`from_pretrained(..., {each}=...)`", lambda each=each: model.from_pretrained("m", **{each: 1}))
             for each in LOADING

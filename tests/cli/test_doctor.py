@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 from transformers import CohereConfig, DeepseekV32Config, LlamaConfig
@@ -217,3 +218,13 @@ def test_a_failed_proof_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) ->
     result = invoke("demo/model", "--prove")
     assert result.exit_code == 1
     assert "DOES NOT AGREE" in result.stdout
+
+
+@pytest.mark.usefixtures("known")
+def test_errors_that_are_not_numbers_are_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches NaN in the JSON object, which parsers of JSON refuse."""
+    wrong = {"kind": "HF Transformers", "hops": 4, "conclusive": 4, "value_error": float("nan"), "cause_error": 1.0}
+    monkeypatch.setattr(command, "prove", lambda model, trust: {**wrong, "agrees": False})
+    result = invoke("demo/model", "--prove", "--json")
+    assert result.exit_code == 1
+    assert msgspec.json.decode(result.stdout)["proof_now"]["value_error"] is None

@@ -184,6 +184,27 @@ def test_to_json_rejects_values_without_a_json_form(wrong: Any, words: str) -> N
         to_json(wrong, "f")
 
 
+def test_integers_stay_integers() -> None:
+    """Catches tokens of a prompt and positions, given as arrays, that are sent as a vector of float32."""
+    given = {
+        "prompt": torch.tensor([5, 6]),
+        "alignment": np.array([[0, 1], [1, 2]]),
+        "positions": np.array([1], np.uint8),
+    }
+    assert to_json(given, "f") == {"prompt": [5, 6], "alignment": [[0, 1], [1, 2]], "positions": [1]}
+
+
+async def test_streams_are_refused_where_the_answer_is_whole() -> None:
+    """Catches a JSON error for the events of a stream."""
+    with Client(model="m") as client:
+        for call in (lambda: client.complete("one", stream=True), lambda: client.chat([], stream=True)):
+            with pytest.raises(SteeringError, match=r"stream: .*use stream_chat"):
+                call()
+    async with AsyncClient(model="m") as asynchronous:
+        with pytest.raises(SteeringError, match=r"stream: .*use stream_chat"):
+            await asynchronous.complete("one", stream=True)
+
+
 def test_to_json_of_mixed_numbers() -> None:
     """Catches a list encoded by the type of its first element."""
     assert json.dumps(to_json([0.5, np.float32(1.5), 2, np.float64(0.25)], "f")) == "[0.5, 1.5, 2, 0.25]"

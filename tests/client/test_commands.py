@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
+import vllm_steer
 from tests.registry.modules import module, vector
+from vllm_steer import SteeringError
 from vllm_steer.cli.main import app as commands
 from vllm_steer.registry.module_files import write_module
 
@@ -125,3 +128,20 @@ def test_chat_status(url: str, script: str, status: int) -> None:
 def test_help_needs_no_server(command: str) -> None:
     """Catches help that connects to a server."""
     assert CliRunner().invoke(commands, [command, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize("points", ["[hook_mlp_out, mlps_input]", "mlp_out"])
+def test_a_study_switches_its_points_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, points: str) -> None:
+    """Catches an engine without the points that a study names as other libraries do, which no option can switch on."""
+    started = []
+
+    def start(model: str, **settings: Any) -> None:
+        started.append(settings["steering_config"]["points"])
+        raise SteeringError("model", "stop here")
+
+    monkeypatch.setattr(vllm_steer, "LLM", start)
+    study = tmp_path / "study.yaml"
+    study.write_text(f"clean: a\ncorrupt: b\nanswer: c\nmetric: logprob\npoints: {points}\n")
+    done = CliRunner().invoke(commands, ["patch", str(study), "--model", "m"])
+    assert "stop here" in done.output
+    assert started == [["mlp_out"] if points == "mlp_out" else ["mlp_in", "mlp_out"]]

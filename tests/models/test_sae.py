@@ -139,6 +139,26 @@ def test_feature_equals_its_formula(name: str, tmp_path: Path) -> None:
         reader.find("x", FEATURES, "steering[0]")
 
 
+@pytest.mark.parametrize("name", ["finetuning_scaling_factor", "scaling_factor"])
+def test_decoder_after_finetuning(name: str, tmp_path: Path) -> None:
+    """Catches edits of a feature without the factor that finetuning has put ahead of the decoder."""
+    factors = np.linspace(0.5, 2.0, FEATURES, dtype=np.float32)
+
+    def folder(number: int, factor: Any, **config: Any) -> str:
+        tensors = LENS_TENSORS | ({} if factor is None else {name: factor})
+        return write(tmp_path / str(number), "sae_weights.safetensors", tensors, config)
+
+    finetuned = folder(0, factors, finetuning_scaling_factor=True)
+    for index in (0, FEATURES - 1):
+        encoder, decoder = read_feature(finetuned, index, "f")
+        np.testing.assert_allclose(decoder, W_DEC[:, index] * factors[index], rtol=1e-6)
+        np.testing.assert_array_equal(encoder.weights[:, 0], W[:, index])
+    np.testing.assert_array_equal(read_feature(folder(1, np.ones(FEATURES, "f4")), 3, "f")[1], W_DEC[:, 3])
+    for number, (factor, config) in enumerate([(factors, {}), (None, {"finetuning_scaling_factor": True})], 2):
+        with pytest.raises(SteeringError, match="finetuning_scaling_factor of the configuration disagrees"):
+            read_feature(folder(number, factor, **config), 3, "f")
+
+
 def test_feature_of_an_uncompressed_archive(tmp_path: Path) -> None:
     """Catches a wrong offset in the mapped file."""
     tensors = {"W_enc": W, "W_dec": np.ascontiguousarray(W_DEC.T), **SCOPE}

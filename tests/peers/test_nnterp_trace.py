@@ -7,16 +7,20 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from vllm_steer import LLM, SteeringError
+from vllm_steer import LLM, Edit, SteeringError
+from vllm_steer.params import program_of
 from vllm_steer.peers.engines import open_engine
 from vllm_steer.peers.nnterp import StandardizedTransformer, logit_lens
 from vllm_steer.peers.nnterp import model as nnterp_model
 
 HIDDEN, LAYERS, VOCAB = 4, 3, 16
 TOKENS = [5, 6, 7]
+LOG_PROBABILITIES = torch.arange(VOCAB) * -10.0
+"""Log-probabilities of each step, whose exponentials reach zero."""
 
 
 def rows_of(layer: int, count: int) -> torch.Tensor:
@@ -38,7 +42,14 @@ class Engine:
     def _run(self, tokens: Sequence[int], params: Any) -> Any:
         count = len(tokens) + params.max_tokens - 1
         result = SimpleNamespace(status="ok", tensor=lambda point, layer: rows_of(layer, count))
-        sample = SimpleNamespace(token_ids=[1] * params.max_tokens)
+        steps, self.params = range(params.max_tokens), params
+        flat = SimpleNamespace(
+            token_ids=[*range(VOCAB)] * len(steps),
+            logprobs=LOG_PROBABILITIES.tolist() * len(steps),
+            start_indices=[VOCAB * step for step in steps],
+            end_indices=[VOCAB * (step + 1) for step in steps],
+        )
+        sample = SimpleNamespace(token_ids=[1] * params.max_tokens, logprobs=flat)
         return SimpleNamespace(outputs=[sample], capture_results={"memory": result})
 
 
@@ -112,6 +123,72 @@ def test_rows_without_a_value_are_not_changed_after_the_trace(model: Standardize
         rows += torch.ones(HIDDEN)
     with pytest.raises(SteeringError, match="the trace has ended"):
         rows[:, 0] = torch.ones(HIDDEN)
+
+
+def test_a_tensor_is_written_as_it_is_in_its_line(model: StandardizedTransformer) -> None:
+    """Catches a tensor that later lines of the trace change in place, and that is then written with its last values."""
+    vector = torch.zeros(HIDDEN)
+    with model.trace(TOKENS, max_new_tokens=3) as tracer:
+        for _ in tracer.iter[:]:
+            vector += 1.0
+            model.layers_output[0][:, -1] += vector
+            model.layers_output[0][:, -1] = vector
+        vector += 1.0
+        invoke = tracer.current()
+    assert [value.tolist() for _, _, value in invoke.writes] == [[float(i)] * HIDDEN for i in (1, 1, 2, 2, 3, 3)]
+
+
+def test_log_probabilities_have_no_least_number(
+    model: StandardizedTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches logarithms of probabilities, which are infinite where these are zero in float32."""
+    monkeypatch.setitem(model._facts, "mixed_head", None)
+    with model.trace(TOKENS, max_new_tokens=2) as tracer:
+        first = model.logits.save()
+        with tracer.iter[1]:
+            second, probs = model.logits.save(), model.next_token_probs.save()
+    for found in (first.value, second.value, model.project_on_vocab(torch.zeros(1, 1, HIDDEN))):
+        assert torch.equal(found, LOG_PROBABILITIES[None, None])
+    assert torch.equal(probs.value, LOG_PROBABILITIES.exp()[None])
+    assert torch.equal(model.next_token_probs([TOKENS]), LOG_PROBABILITIES.exp()[None])
+
+
+def test_saved_values_compute_as_tensors(model: StandardizedTransformer) -> None:
+    """Catches a list of saved rows that torch cannot stack, and operators of tensors that saved values lack."""
+    with model.trace(TOKENS):
+        saved = [model.layers_output[layer][:, -1].save() for layer in (0, 2)]
+        probs = model.next_token_probs.save()
+        with pytest.raises(SteeringError, match="rows have no values within the trace"):
+            len(saved[0])
+        with pytest.raises(SteeringError, match="exists after the trace"):
+            torch.stack(saved)
+    rows = [each.value for each in saved]
+    assert torch.equal(torch.stack(saved), torch.stack(rows))
+    assert torch.equal(torch.cat(tensors=saved, dim=-1), torch.cat(rows, dim=-1))
+    first, second = saved
+    for found, right in (
+        (1 + first, 1 + rows[0]),
+        (1 - first, 1 - rows[0]),
+        (2 * first / 4, 2 * rows[0] / 4),
+        (1 / (first + 1), 1 / (rows[0] + 1)),
+        (abs(-first) ** 2, rows[0] ** 2),
+        (first < second, rows[0] < rows[1]),
+        (first >= second, rows[0] >= rows[1]),
+        (probs[0] * 2, probs.value[0] * 2),
+        (torch.from_numpy(np.asarray(second)), rows[1]),
+    ):
+        assert torch.equal(found, right)
+    assert (len(first), len(probs), bool((first <= second).all())) == (1, 1, True)
+
+
+def test_generate_keeps_its_own_steering(model: StandardizedTransformer) -> None:
+    """Catches edits of ``generate`` that are dropped within ``steer``."""
+    edit = Edit(kind="add", point="post_block", layers=2, vector=torch.ones(HIDDEN))
+    with model.steer(1, torch.ones(HIDDEN)):
+        model.generate([TOKENS], 2, steering=[edit])
+    program = program_of(model.llm.params)
+    assert program is not None
+    assert [each.layers for each in program.edits] == [(1,), (2,)]
 
 
 def test_steps_end_with_a_break(model: StandardizedTransformer) -> None:

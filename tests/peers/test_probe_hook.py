@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
 from examples.peers import probe_hook
@@ -56,7 +57,7 @@ def test_steered_parameters_need_the_capture() -> None:
     both = SamplingParams(steering_vectors=steered, capture=options.capture())
     assert options.params(both) is both
     with pytest.raises(SteeringError, match="request of its own"):
-        ProbeOptions.read([1], **FLAGS | {"include_last": True}).params(both)
+        ProbeOptions.read(["all"], **FLAGS | {"include_last": True}).params(both)
 
 
 SITE = {"post_block": {1: [1.0] * 64}}
@@ -123,6 +124,46 @@ def test_deltas_are_joined() -> None:
     assert (delta.text, list(delta.token_ids)) == ("aa", [5, 5])
     assert sample.sites["post_block", 1].positions.tolist() == [3, 4]
     assert sample.sites["post_block", 1].rows[:, 0].tolist() == [3.0, 4.0]
+
+
+def test_log_probabilities_keep_their_class() -> None:
+    """Catches ``FlatLogprobs`` joined to a list, and outputs whose log-probabilities later ones extend."""
+    sample, outputs = _Sample(), []
+    for token in (5, 6):
+        flat = FlatLogprobs()
+        flat.append_fast([token], [-1.0], iter([1]), ["a"])
+        outputs.append(SimpleNamespace(text="a", token_ids=(token,), logprobs=flat, capture_rows=None))
+        sample.add(outputs[-1])
+        sample.complete(outputs[-1])
+    assert [type(output.logprobs) for output in outputs] == [FlatLogprobs] * 2
+    assert [output.logprobs.token_ids for output in outputs] == [[5], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"hooks": {"pre_attn": [1]}, "positions": "all"},
+        {"hooks": {"post_block": [1, 2]}, "positions": "all"},
+        {"hooks": {"post_block": [1]}, "positions": "last_prompt"},
+        {"hooks": {"post_block": [1]}, "positions": "all", "reduce": "mean"},
+    ],
+)
+def test_other_captures_are_refused(spec: dict[str, Any]) -> None:
+    """Catches rows of another point, layer or token in ``hidden_states``."""
+    options = ProbeOptions.read([1], **FLAGS | {"include_prefill": True})
+    with pytest.raises(SteeringError, match="other rows than this engine returns"):
+        options.params(SamplingParams(capture={"memory": spec}))
+
+
+@pytest.mark.slow
+def test_the_last_row_of_several_samples(engine: Any) -> None:
+    """Catches adapters of prompts counted as those of samples, and an error of vLLM for samples of the full length."""
+    llm = LLM(engine, layers=[1], include_last=True)
+    params = SamplingParams(max_tokens=3, n=2, temperature=1.0, ignore_eos=True, seed=0)
+    outputs = llm.generate(["one", "two"], params, lora_request=[None, None], use_tqdm=False)
+    assert [len(sample.hidden_states[1]) for output in outputs for sample in output.outputs] == [3] * 4
+    with pytest.raises(SteeringError, match=r"request .* has 128 tokens: lower max_tokens"):
+        llm.generate("one", SamplingParams(max_tokens=125, temperature=0, ignore_eos=True), use_tqdm=False)
 
 
 @pytest.mark.slow
@@ -194,6 +235,7 @@ class Deltas:
         """Applied steering of the two requests."""
         self.asked: list[tuple[Any, str, dict[str, Any]]] = []
         self.started = 0
+        self.model_config = SimpleNamespace(max_model_len=16)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **kwargs: Any) -> Any:
         self.started += 1
@@ -202,7 +244,9 @@ class Deltas:
             assert (params.max_tokens, params.output_kind) == (1, RequestOutputKind.FINAL_ONLY)
             last = {("post_block", 1): SiteRows(np.array([5]), torch.full((1, 2), 9.0))}
             result = SimpleNamespace(status="ok", error=None, sites=last)
-            yield SimpleNamespace(capture_results={"memory": result}, steering_applied=self.steering[1])
+            yield SimpleNamespace(
+                capture_results={"memory": result}, steering_applied=self.steering[1], prompt_logprobs=None
+            )
             return
         for position, reason in ((3, None), (4, "length")):
             row = {("post_block", 1): SiteRows(np.array([position]), torch.full((1, 2), float(position)))}
@@ -218,8 +262,9 @@ class Deltas:
             )  # fmt: skip
             if reason or not self.final_only:
                 yield SimpleNamespace(
-                    prompt_token_ids=[1, 2, 3], outputs=[completion], steering_applied=self.steering[0]
-                )
+                    prompt_token_ids=[1, 2, 3], outputs=[completion], steering_applied=self.steering[0],
+                    prompt_logprobs=[] if reason and not self.final_only else [None, {}, {}],
+                )  # fmt: skip
 
 
 def probing(monkeypatch: pytest.MonkeyPatch, engine: Deltas, snapshot: Snapshot, *, include_last: bool = True) -> Any:
@@ -265,7 +310,7 @@ async def test_global_steering_of_both_requests(monkeypatch: pytest.MonkeyPatch)
 async def test_partial_outputs_have_rows(
     monkeypatch: pytest.MonkeyPatch, kind: str, values: Any, tokens: list[int], include_last: bool
 ) -> None:
-    """Catches rows that come only with the last output, and a last row of other tokens or in an earlier output."""
+    """Catches rows or prompt log-probabilities of one output only, and a last row of other tokens."""
     llm = probing(monkeypatch, Deltas(kind == "FINAL_ONLY"), Snapshot(), include_last=include_last)
     params = SamplingParams(max_tokens=3, output_kind=RequestOutputKind[kind])
     outputs = [output async for output in llm.generate("one", params, "a", priority=1)]
@@ -276,3 +321,4 @@ async def test_partial_outputs_have_rows(
         assert llm.engine.asked == []
     assert [output.hidden_states[1][:, 0].tolist() for output in outputs] == values
     assert [len(output.outputs[0].token_ids) for output in outputs] == tokens
+    assert [len(output.prompt_logprobs) for output in outputs] == ([3, 0] if kind == "DELTA" else [3] * len(outputs))

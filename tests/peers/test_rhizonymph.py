@@ -257,18 +257,6 @@ async def test_bodies_and_paths_are_translated(http: httpx.AsyncClient) -> None:
     assert (await http.post("/v1/completions", json=own)).json()["received"] == own
 
 
-async def test_http_duplicate_keys(http: httpx.AsyncClient) -> None:
-    """Catches one of two values that is dropped by the translation, ahead of the server's check."""
-    headers = {"content-type": "application/json"}
-    for path, body in (
-        ("/v1/completions", '{"prompt": "x", "steering": [], "steering": [], "steering_name": "a"}'),
-        ("/v1/steering/set", '{"vectors": {"post_block": {"1": [1.0]}}, "vectors": {}}'),
-    ):
-        answer = await http.post(path, content=body, headers=headers)
-        assert answer.status_code == 400, answer.text
-        assert "duplicate key" in answer.json()["error"]["message"]
-
-
 async def test_http_refusals(http: httpx.AsyncClient) -> None:
     """Catches refusals without status 400 or without the field."""
     for method, path, body, field in (

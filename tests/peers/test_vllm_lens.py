@@ -280,17 +280,6 @@ async def test_http_keys_are_translated(http: httpx.AsyncClient, parent: str) ->
     assert "capture_results" not in answer["choices"][0]
 
 
-async def test_http_duplicate_keys(http: httpx.AsyncClient) -> None:
-    """Catches one of two values that is dropped by the translation, ahead of the server's check."""
-    headers = {"content-type": "application/json"}
-    body = '{"prompt": "x", "steering": [1], "steering": [2], "extra_args": {"output_residual_stream": [1]}}'
-    answer = await http.post("/v1/completions", content=body, headers=headers)
-    assert answer.status_code == 400, answer.text
-    assert "duplicate key 'steering'" in answer.json()["error"]["message"]
-    body = '{"prompt": "say \\"x\\"", "stop": "output_residual_stream", "steering": [1], "steering": [2]}'
-    assert translate_body(body.encode()) == (body.encode(), None)  # the server's check finds them
-
-
 async def test_http_refusals(http: httpx.AsyncClient) -> None:
     """Catches refusals without status 400, without the field, or with the model run."""
     cases: list[tuple[dict[str, Any], str]] = [

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import typer
 
 from vllm_steer.cli.output import fail
@@ -59,7 +60,9 @@ def run(path: Path, settings: Mapping[str, Any], engine: Mapping[str, Any], *, a
     except DoctorError as error:
         raise fail(f"the model could not be examined: {error}") from None
     if as_json:
-        typer.echo(json.dumps({**report.model_dump(mode="json"), **({"proof_now": proof} if with_proof else {})}))
+        document = {**report.model_dump(mode="json"), **({"proof_now": proof} if with_proof else {})}
+        # Errors that are not numbers become null.
+        typer.echo(msgspec.json.encode(document).decode())
     elif proof is not None:
         print_proof(proof)
     if not supported or (proof is not None and not proof["agrees"]):

@@ -110,11 +110,13 @@ def _over_http(client: Any, body: Mapping[str, Any]) -> PatchingResult:
 def _offline(model: str, dtype: str, body: Mapping[str, Any], out: Path | None) -> PatchingResult:
     from vllm_steer.patching.request import check_fields, read_study
     from vllm_steer.points import OPTIONAL_POINTS
+    from vllm_steer.spec.sites import read_point
 
     check_fields(body)
     given = body.get("points", ())
-    named = [given] if isinstance(given, str) else given
-    points = [point for point in OPTIONAL_POINTS if isinstance(named, list) and point in named]
+    names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    named = {read_point(name, "points") for name in names}  # also by names of other libraries
+    points = [point for point in OPTIONAL_POINTS if point in named]
     from vllm_steer import LLM
 
     llm = LLM(model, enable_steering=True, steering_config={"points": points}, dtype=dtype)

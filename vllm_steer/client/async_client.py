@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -96,7 +96,7 @@ class AsyncClient:
 
     async def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> AsyncIterator[Piece]:
         """Answer a conversation as a stream; the arguments are those of `chat`."""
-        endpoint = endpoints.chat(await self.model(), messages, {**fields, "stream": True})
+        endpoint = endpoints.stream_chat(await self.model(), messages, fields)
         async with aclosing(await self._send(endpoint, stream=True)) as response:
             async for event in aiter_events(response.aiter_bytes()):
                 yield parse_piece(event)
@@ -111,10 +111,20 @@ class AsyncClient:
         Returns:
             The grids, as `PatchingStudy.sweep` returns them.
         """
-        return await self._request(endpoints.patch(study))
+        # As events: a study may run for longer than a connection without data is kept.
+        async with aclosing(self._stream_study({**study, "return_file": True})) as events:
+            async for event in events:
+                if event["event"] == "summary":
+                    return endpoints.study_result(event)
+        raise RuntimeError("the server ended the study without a result")
 
     async def stream_patch(self, **study: Any) -> AsyncIterator[Mapping[str, Any]]:
         """Run a patching study and yield its events; the arguments are those of `patch`."""
+        async with aclosing(self._stream_study(study)) as events:
+            async for event in events:
+                yield event
+
+    async def _stream_study(self, study: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
         async with aclosing(await self._send(endpoints.stream_patch(study), stream=True)) as response:
             async for event in aiter_events(response.aiter_bytes()):
                 if event["event"] == "error":

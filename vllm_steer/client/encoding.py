@@ -66,9 +66,18 @@ def _has_layers(key: object) -> bool:
     return key in _LAYER_KEYS or (isinstance(key, str) and find_foreign_site(key) is not None)
 
 
-def _pack(array: Any, field: str) -> dict[str, object]:
+def _pack(array: Any, field: str) -> Any:
+    if _is_of_integers(array):  # positions or tokens
+        return array.tolist()
     if len(array.shape) == 2:
         directions = Projection(array, field).directions.astype("<f4", copy=False)
         data = base64.b64encode(directions.tobytes()).decode("ascii")
         return {"dtype": "float32", "shape": list(directions.shape), "data": data}
     return pack_vector(parse_vector(array, field))
+
+
+def _is_of_integers(array: Any) -> bool:
+    if isinstance(array, np.ndarray):
+        return array.dtype.kind in "iu"
+    name = str(array.dtype).removeprefix("torch.")
+    return name.removeprefix("u").startswith("int")

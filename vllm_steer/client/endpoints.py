@@ -107,22 +107,30 @@ def detokenize(model: str, tokens: Sequence[int]) -> Endpoint[str]:
     return Endpoint("POST", "/detokenize", lambda response: str(response.json()["prompt"]), json=body)
 
 
-def patch(study: Mapping[str, Any]) -> Endpoint[PatchingResult]:
-    body = {**_without_none(study, "study"), "return_file": True}
-    return Endpoint("POST", f"{_ROOT}/patch", _parse_study, json=body, idempotent=False)
-
-
 def stream_patch(study: Mapping[str, Any]) -> Endpoint[None]:
     body = {**_without_none(study, "study"), "stream": True}
     return Endpoint("POST", f"{_ROOT}/patch", lambda _: None, json=body, idempotent=False)
 
 
+def study_result(event: Mapping[str, Any]) -> PatchingResult:
+    """Return the result in the last event of a study that asked for its file."""
+    from vllm_steer.patching.file import decode
+
+    return decode(base64.b64decode(event["file"]), "the server's answer")
+
+
 def complete(model: str, prompt: Any, fields: Mapping[str, Any]) -> Endpoint[Completion]:
+    _refuse_stream(fields)
     return _generate("/v1/completions", {"model": model, "prompt": prompt, **fields})
 
 
 def chat(model: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Endpoint[Completion]:
+    _refuse_stream(fields)
     return _generate("/v1/chat/completions", {"model": model, "messages": list(messages), **fields})
+
+
+def stream_chat(model: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Endpoint[Completion]:
+    return _generate("/v1/chat/completions", {"model": model, "messages": list(messages), **fields, "stream": True})
 
 
 def fetch(capture: CaptureAnswer | str) -> Endpoint[dict[tuple[str, int], Rows]]:
@@ -151,6 +159,11 @@ def _generate(path: str, body: Mapping[str, Any]) -> Endpoint[Completion]:
     return Endpoint("POST", path, parse, json=to_json(body, "body"), idempotent=False)
 
 
+def _refuse_stream(fields: Mapping[str, Any]) -> None:
+    if fields.get("stream"):
+        raise SteeringError("stream", "is not supported here, where the answer comes as a whole; use stream_chat")
+
+
 def _without_none(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     encoded: dict[str, Any] = to_json({key: value for key, value in fields.items() if value is not None}, name)
     return encoded
@@ -170,12 +183,6 @@ def _parse_module(response: httpx.Response) -> ModuleInfo:
 
 def _parse_steering(response: httpx.Response) -> GlobalSteering:
     return GlobalSteering.model_validate_json(response.content)
-
-
-def _parse_study(response: httpx.Response) -> PatchingResult:
-    from vllm_steer.patching.file import decode
-
-    return decode(base64.b64decode(response.json()["file"]), "the server's answer")
 
 
 def _parse_first_model(response: httpx.Response) -> str:

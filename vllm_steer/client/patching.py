@@ -18,7 +18,7 @@ import numpy as np
 from vllm_steer.client.responses import Completion, ServerError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
-from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows
+from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows, join_characters
 from vllm_steer.spec import Edit
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class HttpRunner:
         new = sorted({token for token in tokens if token not in self._pieces})
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             self._pieces.update(zip(new, pool.map(lambda token: self._client.detokenize([token]), new), strict=True))
-        return [self._pieces[token] for token in tokens]
+        return join_characters(tokens, [self._pieces[token] for token in tokens], self._client.detokenize)
 
     def reserve(self, runs: int, row_bytes: int) -> None:
         """Accept any size; the server checks each request."""

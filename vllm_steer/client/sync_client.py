@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -108,7 +108,7 @@ class Client:
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Iterator[Piece]:
         """Answer a conversation as a stream; the arguments are those of `chat`."""
-        endpoint = endpoints.chat(self.model, messages, {**fields, "stream": True})
+        endpoint = endpoints.stream_chat(self.model, messages, fields)
         with closing(self._send(endpoint, stream=True)) as response:
             for event in iter_events(response.iter_bytes()):
                 yield parse_piece(event)
@@ -123,13 +123,21 @@ class Client:
         Returns:
             The grids, as `PatchingStudy.sweep` returns them.
         """
-        return self._request(endpoints.patch(study))
+        # As events: a study may run for longer than a connection without data is kept.
+        with closing(self._stream_study({**study, "return_file": True})) as events:
+            for event in events:
+                if event["event"] == "summary":
+                    return endpoints.study_result(event)
+        raise RuntimeError("the server ended the study without a result")
 
     def stream_patch(self, **study: Any) -> Iterator[Mapping[str, Any]]:
         """Run a patching study and yield its events ``start``, ``cell`` (one for each cell) and ``summary``.
 
         The arguments are those of `patch`. The study ends when the iterator is closed.
         """
+        yield from self._stream_study(study)
+
+    def _stream_study(self, study: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
         with closing(self._send(endpoints.stream_patch(study), stream=True)) as response:
             for event in iter_events(response.iter_bytes()):
                 if event["event"] == "error":

@@ -51,10 +51,23 @@ _HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, 
 _DECODERS = ("W_dec", "w_dec")
 _SKIPS = ("W_skip", "affine_skip_connection")
 """Weights of transcoders with a skip connection."""
+_DECODER_FACTORS = ("finetuning_scaling_factor", "scaling_factor")
+"""Factors of the activations ahead of the decoder that SAELens finetunes, by their present and their older name."""
 _FEATURE_AXES: Mapping[str, int] = {
     **dict.fromkeys(("W_enc", "w_enc"), 1),
     **dict.fromkeys(
-        (*_DECODERS, "encoder.weight", "encoder.bias", "b_enc", "threshold", "b_gate", "r_mag", "b_mag"), 0
+        (
+            *_DECODERS,
+            *_DECODER_FACTORS,
+            "encoder.weight",
+            "encoder.bias",
+            "b_enc",
+            "threshold",
+            "b_gate",
+            "r_mag",
+            "b_mag",
+        ),
+        0,
     ),
 }
 """Axis of the features of each tensor that has one."""
@@ -161,6 +174,7 @@ def read_feature(
     decoder = files.read(name)[0]
     if _is_rescaled(files):
         decoder = decoder / np.linalg.norm(decoder)
+    decoder = decoder * _decoder_factor(files)
     if not np.isfinite(decoder).all():
         raise files.refuse("contains numbers that are not finite")
     return _encoder_of(files, hidden, 1, centring), decoder
@@ -315,6 +329,17 @@ def _refuse_transcoder(files: _Files, hidden: int) -> None:
 def _is_rescaled(files: _Files) -> bool:
     """Return whether activations are multiplied by the norms of the decoder's rows, which then count as normalized."""
     return files.form == "saelens" and bool(files.config.get("rescale_acts_by_decoder_norm"))
+
+
+def _decoder_factor(files: _Files) -> np.float32:
+    """Return the factor of a feature's activation ahead of the decoder; raise SteeringError if it is not clear."""
+    name = next((name for name in _DECODER_FACTORS if name in files.shapes), None)
+    factor = np.float32(1.0) if name is None else files.vector(name, 1)[0]
+    # For a time, SAELens saved factors of one with every autoencoder.
+    if bool(files.config.get(_DECODER_FACTORS[0])) != (name is not None) and (name is None or factor != 1.0):
+        there = "has no such tensor" if name is None else f"has the tensor {name}, which is not used"
+        raise files.refuse(f"finetuning_scaling_factor of the configuration disagrees with the weights: it {there}")
+    return np.float32(factor)
 
 
 def _read_gemma_scope(files: _Files, hidden: int, features: int) -> SparseEncoder:

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
+from vllm_steer.patching.runner import CONTINUED
 from vllm_steer.points import PointName, how_to_switch_on
 from vllm_steer.spec.scalars import is_integer, shown
 from vllm_steer.spec.sites import read_point
@@ -118,7 +119,7 @@ def find_text(text: str, pieces: Sequence[str], occurrence: int, field: str) -> 
     inside: set[int] = set()
     compact = ""
     for i, piece in enumerate(pieces):
-        part = "".join(piece.split())
+        part = "" if piece == CONTINUED else "".join(piece.split())
         if _SPECIAL_TOKEN.fullmatch(part):
             inside.update(range(len(compact) + 1, len(compact) + len(part)))
         compact += part
@@ -132,7 +133,10 @@ def find_text(text: str, pieces: Sequence[str], occurrence: int, field: str) -> 
         how_many = f"occurs {len(starts)} times" if starts else "does not occur"
         raise SteeringError(field, f"{shown(text)} {how_many} in the prompt {shown(''.join(pieces))}")
     found = starts[occurrence]
-    return owners[found], owners[found + len(wanted) - 1] + 1
+    stop = owners[found + len(wanted) - 1] + 1
+    while stop < len(pieces) and pieces[stop] == CONTINUED:
+        stop += 1
+    return owners[found], stop
 
 
 def _items(value: object, field: str, what: str) -> list[tuple[int, object]]:

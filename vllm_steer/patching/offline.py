@@ -14,7 +14,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, engine_context
 from vllm_steer.frontend.logprobs import check_logprobs_mode
 from vllm_steer.params import SamplingParams
-from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows
+from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows, join_characters
 from vllm_steer.points import points_on
 from vllm_steer.spec import Edit
 
@@ -57,7 +57,8 @@ class OfflineRunner:
         """Return the text of each token; its number if the engine has no tokenizer."""
         if self._llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
             return [f"<{token}>" for token in tokens]
-        return [self._tokenizer.decode([token]) for token in tokens]
+        decode = self._tokenizer.decode
+        return join_characters(tokens, [decode([token]) for token in tokens], lambda part: decode(list(part)))
 
     def reserve(self, runs: int, row_bytes: int) -> None:
         """Accept any size."""

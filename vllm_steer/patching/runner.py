@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -66,6 +66,36 @@ class Score:
     prompt_tokens: int = 0
 
 
+CONTINUED = "\ufffd"
+"""Text of a token that continues a character of the token before."""
+_MAX_PARTS = 8
+"""Most tokens that are joined to complete characters."""
+
+
+def join_characters(tokens: Sequence[int], pieces: Sequence[str], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """Return the texts of tokens, in which characters that several tokens make up are whole.
+
+    The first of such tokens has the text of all of them, the others have ``CONTINUED``.
+
+    Args:
+        tokens: The tokens of a prompt.
+        pieces: The text of each token on its own.
+        decode: Returns the text of several tokens.
+    """
+    joined, start = list(pieces), 0
+    while start < len(tokens):
+        stop = start + 1
+        if CONTINUED in pieces[start]:
+            for end in range(start + 2, min(start + _MAX_PARTS, len(tokens)) + 1):
+                text = decode(tokens[start:end])
+                if CONTINUED not in text:
+                    joined[start:end] = [text, *[CONTINUED] * (end - start - 1)]
+                    stop = end
+                    break
+        start = stop
+    return joined
+
+
 class Runner(Protocol):
     """An engine that runs the requests of a study."""
 
@@ -79,7 +109,7 @@ class Runner(Protocol):
         ...
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each token."""
+        """Return the text of each token, with `join_characters`."""
         ...
 
     def reserve(self, runs: int, row_bytes: int) -> None:

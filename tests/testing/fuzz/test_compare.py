@@ -55,10 +55,14 @@ def test_different_token_fails_unless_the_reference_has_a_tie() -> None:
 
 
 def test_different_logprob_of_the_same_token_fails() -> None:
-    """Catches a lost edit that does not change any token."""
+    """Catches a lost edit that does not change any token, and NaN that is taken for equal or for a tie."""
     off = answer()
     off.samples[0].top[1][8] = -0.2  # type: ignore[index]
     assert "log-probability" in str(verdict(off)[0])
+    off.samples[0].top[1][8] = float("nan")  # type: ignore[index]
+    assert "log-probability nan" in str(verdict(off)[0])
+    assert "expected nan" in str(verdict(answer(), off)[0])
+    assert "token 1 is 6, expected 8" in str(verdict(answer((7, 6, 9)), off)[0])
 
 
 @pytest.mark.parametrize(

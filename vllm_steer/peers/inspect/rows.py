@@ -135,11 +135,20 @@ def read_activations(
     found = (metadata or {}).get("activations")
     if not found:
         raise SteeringError("activations", "the output has none; set output_residual_stream or capture in extra_body")
+    return read_tensors(found, log)
+
+
+def read_tensors(values: Mapping[str, Any], log: EvalLog | str | None) -> dict[str, StoredTensor]:
+    """Return tensors by name, given as such or as references in a log; None is left out.
+
+    Raises:
+        SteeringError: A file is not there.
+    """
     location = log if log is None or isinstance(log, str) else log.location
     base = None if location is None else folder_of(location)
     return {
         name: value if isinstance(value, StoredTensor) else load(value, base)
-        for name, value in found.items()
+        for name, value in values.items()
         if value is not None
     }
 

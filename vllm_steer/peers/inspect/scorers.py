@@ -57,7 +57,7 @@ class LinearProbe:
         return float(row.float() @ self.weight + self.bias)
 
 
-def answer_rows(output: ModelOutput, layer: int | None = None) -> torch.Tensor:
+def answer_rows(output: ModelOutput, layer: int | None = None, log: str | None = None) -> torch.Tensor:
     """Return the rows of one layer at the answer's tokens, float32 ``[tokens, hidden]``.
 
     The last generated token has no row: the model never computes it.
@@ -65,13 +65,14 @@ def answer_rows(output: ModelOutput, layer: int | None = None) -> torch.Tensor:
     Args:
         output: An output with ``output_residual_stream``.
         layer: Layer; None if one layer was captured.
+        log: Path of the log that the output was read from, as for ``read_activations``.
 
     Raises:
         SteeringError: The output has no rows of the layer or of the answer.
     """
     from vllm_steer.peers.inspect.rows import read_activations
 
-    activations = read_activations(output)
+    activations = read_activations(output, log)
     if "residual_stream" not in activations:
         raise SteeringError("output_residual_stream", "is required; the output has other activations")
     stream = activations["residual_stream"]
@@ -88,9 +89,14 @@ def answer_rows(output: ModelOutput, layer: int | None = None) -> torch.Tensor:
     return rows.float()
 
 
-def probe_score(output: ModelOutput, probe: LinearProbe | torch.Tensor | str | Path, layer: int | None = None) -> float:
-    """Return the probe's score of the mean over the answer's tokens."""
-    return LinearProbe.read(probe)(answer_rows(output, layer).mean(0))
+def probe_score(
+    output: ModelOutput,
+    probe: LinearProbe | torch.Tensor | str | Path,
+    layer: int | None = None,
+    log: str | None = None,
+) -> float:
+    """Return the probe's score of the mean over the answer's tokens; arguments as for :func:`answer_rows`."""
+    return LinearProbe.read(probe)(answer_rows(output, layer, log).mean(0))
 
 
 @metric
@@ -110,13 +116,16 @@ def auroc() -> Metric:
 
 
 @scorer(metrics=[auroc(), mean()])
-def probe_scorer(probe: Any = None, layer: int | None = None, readout: str | None = None) -> Scorer:
+def probe_scorer(
+    probe: Any = None, layer: int | None = None, readout: str | None = None, log: str | None = None
+) -> Scorer:
     """Score an answer by a linear probe. The sample's target is its label: 1, true, yes and positive are positive.
 
     Args:
         probe: A :class:`LinearProbe`, its weight, or the path of a safetensors file. Logs contain paths only.
         layer: Layer of the probe; None if one layer was captured.
         readout: Instead of ``probe``: name of a readout with a probe, whose values the engine computed.
+        log: Path of the log that is scored, if the evaluation has ended (``inspect score``).
 
     Raises:
         SteeringError: Neither or both of ``probe`` and ``readout`` are given.
@@ -126,19 +135,25 @@ def probe_scorer(probe: Any = None, layer: int | None = None, readout: str | Non
     read = None if probe is None else LinearProbe.read(probe)
 
     async def score(state: TaskState, target: Target) -> Score:
-        value = _readout_mean(state.output, str(readout)) if read is None else probe_score(state.output, read, layer)
+        if read is None:
+            value = _readout_mean(state.output, str(readout), log)
+        else:
+            value = probe_score(state.output, read, layer, log)
         label = target.text.strip().lower() in POSITIVE
         return Score(value=value, answer=state.output.completion, metadata={"label": label})
 
     return score
 
 
-def _readout_mean(output: ModelOutput, name: str) -> float:
+def _readout_mean(output: ModelOutput, name: str, log: str | None) -> float:
+    from vllm_steer.peers.inspect.rows import read_tensors
+
     metadata = output.metadata or {}
     readout = metadata.get("readouts", {}).get(name)
     if readout is None:
         raise SteeringError("readout", f"the output has no readout {name!r}")
-    values = readout["values"][readout["positions"] >= len(metadata["prompt_token_ids"])]
+    parts = read_tensors({part: readout[part] for part in ("values", "positions")}, log)
+    values = parts["values"][parts["positions"] >= len(metadata["prompt_token_ids"])]
     if values.ndim != 1 or not len(values):
         raise SteeringError("readout", f"{name!r} has no values of a probe at the answer's tokens")
     return float(values.mean())

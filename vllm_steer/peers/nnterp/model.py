@@ -13,7 +13,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
 from vllm_steer.peers.engines import open_engine
 from vllm_steer.peers.nnterp.refused import ATTRIBUTES
-from vllm_steer.peers.nnterp.trace import LogProbabilities, Probabilities, Sites, Tracer
+from vllm_steer.peers.nnterp.trace import Sites, Tracer
+from vllm_steer.peers.nnterp.values import LogProbabilities, Probabilities
 from vllm_steer.points import BRANCH_OUTPUTS, PointName
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
@@ -79,7 +80,7 @@ class StandardizedTransformer:
     def params(self, *, edits: Iterable[Edit] = (), capture: Any = None, **kwargs: Any) -> Any:
         """Return greedy sampling parameters for one token, with the edits of :meth:`steer` first."""
         fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, **kwargs}
-        if joined := [*self._edits, *edits]:
+        if joined := [*self._edits, *edits, *(fields.get("steering") or ())]:
             fields["steering"] = joined
         if capture is not None:
             fields["capture"] = {"memory": capture}
@@ -224,8 +225,11 @@ class StandardizedTransformer:
         Raises:
             SteeringError: The engine does not return all log-probabilities.
         """
+        return self._log_probabilities(prompts, edits).exp()
+
+    def _log_probabilities(self, prompts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]]) -> torch.Tensor:
         params = [self.params(edits=each, **self.all_logprobs()) for each in edits]
-        return torch.stack([self.read_probabilities(output) for output in self.run(prompts, params)])
+        return torch.stack([self.read_log_probabilities(output) for output in self.run(prompts, params)])
 
     def all_logprobs(self) -> dict[str, Any]:
         """Return the arguments of sampling parameters that request all log-probabilities.
@@ -241,12 +245,12 @@ class StandardizedTransformer:
             )
         return {"logprobs": -1, "flat_logprobs": True, "detokenize": False}
 
-    def read_probabilities(self, output: Any, step: int = 0) -> torch.Tensor:
-        """Return the probabilities of one of an output's generated tokens, ``[vocab]``."""
-        flat, probs = output.outputs[0].logprobs, torch.zeros(self.vocab_size)
+    def read_log_probabilities(self, output: Any, step: int = 0) -> torch.Tensor:
+        """Return the log-probabilities of one of an output's generated tokens, ``[vocab]``."""
+        flat, found = output.outputs[0].logprobs, torch.full((self.vocab_size,), -torch.inf)
         part = slice(flat.start_indices[step], flat.end_indices[step])
-        probs[torch.tensor(flat.token_ids[part])] = torch.tensor(flat.logprobs[part]).exp()
-        return probs
+        found[torch.tensor(flat.token_ids[part])] = torch.tensor(flat.logprobs[part])
+        return found
 
     def project_on_vocab(self, hidden_state: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities of the final norm and the head applied to rows of the last layer's output.
@@ -270,8 +274,8 @@ class StandardizedTransformer:
             raise SteeringError("hidden_state", f"must be a tensor [..., {self.hidden_size}], not {shape}")
         rows = hidden_state.reshape(-1, self.hidden_size)
         edits = [[self.replace(self.num_layers - 1, row, 0)] for row in rows]
-        probs = self.probabilities([[0]] * len(edits), edits)
-        return probs.log().reshape(*hidden_state.shape[:-1], -1)
+        # Not the logarithm of probabilities, which are zero below exp(-104) in float32.
+        return self._log_probabilities([[0]] * len(edits), edits).reshape(*hidden_state.shape[:-1], -1)
 
     def get_topk_closest_tokens(self, hidden_state: torch.Tensor, k: int = 5) -> Any:
         """Return the k most probable tokens of rows of the last layer's output, with their probabilities.

@@ -6,8 +6,6 @@ Nothing of the caller's code runs in the engine. Code that cannot be compiled ra
 
 from __future__ import annotations
 
-import inspect
-import linecache
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.peers.nnterp.values import Probabilities, Result, Value, refuse, tensor_of
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer
 
@@ -23,20 +22,6 @@ if TYPE_CHECKING:
     from vllm_steer.peers.nnterp.model import StandardizedTransformer
 
 EVERYTHING = slice(None)
-MAX_LINE = 120
-"""Most characters of a line of code in an error message."""
-
-
-def refuse(problem: str) -> NoReturn:
-    """Raise SteeringError with the line of the caller's code."""
-    package = __name__.rpartition(".")[0]
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith((package, "torch", "contextlib")):
-        frame = frame.f_back
-    if frame is None:
-        raise SteeringError("trace", problem)
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    raise SteeringError("trace", f"line {frame.f_lineno}: {line[:MAX_LINE]}: {problem}")
 
 
 @dataclass(eq=False)
@@ -59,73 +44,6 @@ class Invoke:
         """Identities of the invokes whose rows are written here."""
         rows = [value for _, _, value in self.writes if isinstance(value, Rows)]
         return {id(value.invoke) for value in rows if value._value is None}
-
-
-class Value:
-    """A tensor that exists once the trace has run."""
-
-    def __init__(self) -> None:
-        self._value: torch.Tensor | None = None
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            SteeringError: The trace has not run, or the value was not saved.
-        """
-        if self._value is None:
-            refuse("the value exists after the trace, if it was saved with save() and its step has run")
-        return self._value
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*map(tensor_of, args), **(kwargs or {}))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.value, name)
-
-
-def tensor_of(value: Any) -> Any:
-    """Return the tensor of a saved value, and other objects unchanged."""
-    return value.value if isinstance(value, Value) else value
-
-
-class Result(Value):
-    """Tokens of the prompt and generated tokens, ``[1, tokens]``."""
-
-    def __init__(self, invoke: Invoke) -> None:
-        super().__init__()
-        self._invoke = invoke
-
-    def save(self) -> Result:
-        """Keep the tokens."""
-        self._invoke.results.append(self)
-        return self
-
-
-class Probabilities(Value):
-    """Probabilities of the token that a step samples, ``[1, vocab]``."""
-
-    def __init__(self, invoke: Invoke, step: int = 0) -> None:
-        super().__init__()
-        self._invoke, self.step = invoke, step
-
-    def save(self) -> Probabilities:
-        """Keep the probabilities."""
-        self._invoke.probs.append(self)
-        return self
-
-
-class LogProbabilities(Probabilities):
-    """Log-probabilities of the token that a step samples, ``[1, 1, vocab]``: logits that differ by a constant."""
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The tensor; raise SteeringError if the trace has not run."""
-        return super().value.log()[:, None]
 
 
 class Rows(Value):
@@ -206,7 +124,8 @@ class Rows(Value):
             value.save()
         elif kind != "scale" and not isinstance(value, torch.Tensor):
             refuse("the value must be a tensor, or rows of an earlier invoke")
-        self.invoke.writes.append((kind, self, value))
+        # A copy, since later lines may change the tensor in place.
+        self.invoke.writes.append((kind, self, value.detach().clone() if isinstance(value, torch.Tensor) else value))
 
     def _unsupported(self, *args: Any) -> NoReturn:
         refuse(
@@ -217,22 +136,7 @@ class Rows(Value):
     def _compute(self, name: str, *args: Any) -> Any:
         if self._value is None:
             self._unsupported()
-        return getattr(self._value, name)(*map(tensor_of, args))
-
-    def __add__(self, other: Any) -> Any:
-        return self._compute("__add__", other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._compute("__sub__", other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._compute("__mul__", other)
-
-    def __matmul__(self, other: Any) -> Any:
-        return self._compute("__matmul__", other)
-
-    def __neg__(self) -> Any:
-        return self._compute("__neg__")
+        return super()._compute(name, *args)
 
 
 class Sites:
@@ -412,6 +316,6 @@ class Tracer:
             tokens = output.outputs[0].token_ids
             for probs in invoke.probs:
                 if probs.step < len(tokens):
-                    probs._value = self.model.read_probabilities(output, probs.step)[None]
+                    probs.take(self.model.read_log_probabilities(output, probs.step))
             for result in invoke.results:
                 result._value = torch.tensor([[*invoke.tokens, *tokens]])

@@ -68,7 +68,12 @@ class AsyncLLM(ProbingEngine):
         digest = await self._check_global_steering() if self.options.include_last else None
         again = {name: kwargs[name] for name in _SAME_REQUEST if name in kwargs}
         samples: dict[int, _Sample] = {}
+        prompt_logprobs: Any = None
         async for output in self.engine.generate(prompt, delta, request_id, *args, **kwargs):
+            # Deltas have them once.
+            prompt_logprobs = prompt_logprobs or output.prompt_logprobs
+            if kind is RequestOutputKind.CUMULATIVE:
+                output.prompt_logprobs = prompt_logprobs
             for completion in output.outputs:
                 sample = samples.setdefault(completion.index, _Sample())
                 sample.add(completion)
@@ -79,7 +84,8 @@ class AsyncLLM(ProbingEngine):
                         sample.sites = sites
                     if self.options.include_last:
                         name = f"{request_id}-last-{completion.index}"
-                        repeated = await self._last(last_prompt(output, sample.tokens), name, again)
+                        longest = self.engine.model_config.max_model_len
+                        repeated = await self._last(last_prompt(output, sample.tokens, longest), name, again)
                         require_global_steering((output, repeated), digest)
                         last = last_rows(repeated)
                 shown = sample.new if kind is RequestOutputKind.DELTA else sample.sites
@@ -109,7 +115,7 @@ class _Sample:
     def __init__(self) -> None:
         self.text = ""
         self.tokens: list[int] = []
-        self.logprobs: list[Any] | None = None
+        self.logprobs: Any = None
         self.sites: dict[Any, SiteRows] | Any = {}
         self.new: Any = {}
         """Rows of the latest delta."""
@@ -119,7 +125,10 @@ class _Sample:
         self.text += completion.text
         self.tokens += completion.token_ids
         if completion.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *completion.logprobs]
+            # Of vLLM's class, which is not a list with `flat_logprobs`. Each output has a copy of its own.
+            joined = completion.logprobs[:0] if self.logprobs is None else self.logprobs[:]
+            joined.extend(completion.logprobs)
+            self.logprobs = joined
         self.new = (getattr(completion, "capture_rows", None) or {}).get("memory", {})
         for site, new in self.new.items():
             old = self.sites.get(site)

@@ -62,7 +62,12 @@ class LLM(ProbingEngine):
         last: list[Any] = [None] * len(samples)
         if self.options.include_last:
             again = {name: kwargs[name] for name in ("lora_request", "use_tqdm") if name in kwargs}
-            texts = [last_prompt(output, completion.token_ids) for output, completion in samples]
+            if isinstance(adapters := again.get("lora_request"), (list, tuple)):
+                again["lora_request"] = [
+                    adapter for adapter, output in zip(adapters, outputs, strict=True) for _ in output.outputs
+                ]
+            longest = self.engine.model_config.max_model_len
+            texts = [last_prompt(output, completion.token_ids, longest) for output, completion in samples]
             repeated = self.engine.generate(texts, last_params(self.options), **again)
             require_global_steering([*outputs, *repeated], digest)
             last = [last_rows(each) for each in repeated]

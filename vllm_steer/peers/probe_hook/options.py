@@ -74,9 +74,14 @@ class ProbeOptions:
             SteeringError: ``params`` have edits or captures without this capture.
         """
         if has_steering(params):
-            if not any(name == "memory" for name, _ in capture_specs(params)):
+            given = dict(capture_specs(params)).get("memory")
+            if given is None:
                 raise SteeringError(
                     "sampling_params", "have steering but no capture; add SamplingParams(..., capture=llm.capture)"
+                )
+            if (given.hooks, given.tokens, given.reduce) != (self.spec.hooks, self.spec.tokens, None):
+                raise SteeringError(
+                    "sampling_params", "capture other rows than this engine returns; use capture=llm.capture"
                 )
             if self.include_last:
                 raise SteeringError(
@@ -139,15 +144,23 @@ def complete_rows(completion: Any) -> Mapping[Any, Any]:
     return sites
 
 
-def last_prompt(output: Any, token_ids: Sequence[int]) -> dict[str, list[int]]:
+def last_prompt(output: Any, token_ids: Sequence[int], max_model_len: int) -> dict[str, list[int]]:
     """Return the prompt whose last token is the last of a sample's generated tokens, ``token_ids``.
 
     Raises:
-        SteeringError: The prompt had images or other data that token ids do not include.
+        SteeringError: The prompt had images or other data that token ids do not include, or the sample is as long as
+            the engine allows.
     """
     if getattr(output, "multi_modal_placeholders", None):
         raise SteeringError("include_last", "serves text prompts only; omit it")
-    return {"prompt_token_ids": [*output.prompt_token_ids, *token_ids]}
+    tokens = [*output.prompt_token_ids, *token_ids]
+    if len(tokens) >= max_model_len:
+        raise SteeringError(
+            "include_last",
+            f"runs the last token as part of a prompt, which must be shorter than max_model_len, {max_model_len}; "
+            f"request {output.request_id} has {len(tokens)} tokens: lower max_tokens, or omit include_last",
+        )
+    return {"prompt_token_ids": tokens}
 
 
 def check_global_steering(snapshot: Snapshot) -> str | None:

@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.peers.bodies import ParsedBody
 from vllm_steer.peers.rhizonymph.fields import FIELDS, MODULE_FIELDS, read_hooks, translate_fields
-from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.capabilities import ROUTE as CAPABILITIES
@@ -122,17 +122,17 @@ class _Exchange:
 
     def _translated(self, body: bytes) -> bytes:
         try:
-            document = json.loads(body)
+            parsed = ParsedBody(body)
         except (ValueError, RecursionError):
             return body  # vLLM refuses it
+        document = parsed.value
         if not isinstance(document, dict):
             return body
         translated = self._translate(document)
+        parsed.refuse_repeated((*FIELDS, *MODULE_FIELDS), translated=translated != document)
         self._captures = "capture" in translated and not translated.get("stream")
-        if translated == document:
-            return body  # without fields of the fork: with its duplicate keys for the checks that follow
-        parse_json(body, "body")  # refuses them
-        return json.dumps(translated).encode()
+        # A body without fields of the fork stays as it is, with its duplicate keys for the checks that follow.
+        return body if translated == document else json.dumps(translated).encode()
 
     async def send(self, message: Message) -> None:
         """Pass a message on, or hold the response that is replaced or extended after its end."""

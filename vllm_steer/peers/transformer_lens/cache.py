@@ -56,6 +56,8 @@ class ActivationCache(Mapping[str, torch.Tensor]):
     def __init__(self, rows: Mapping[str, torch.Tensor], num_layers: int) -> None:
         self._rows = dict(rows)
         self._num_layers = num_layers
+        self.has_batch_dim = True
+        """Whether rows have a first dimension for the prompts."""
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         if isinstance(key, tuple):
@@ -83,17 +85,20 @@ class ActivationCache(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def stack_activation(self, name: str, layer: int = -1) -> torch.Tensor:
+    def stack_activation(self, name: str, layer: int | None = -1) -> torch.Tensor:
         """Return the rows of all layers, or of those below ``layer``: ``[layers, batch, tokens, hidden]``."""
-        count = self._num_layers if layer == -1 else layer
+        count = self._num_layers if layer is None or layer == -1 else layer
         return torch.stack([self[name, number] for number in range(count)])
 
     def remove_batch_dim(self) -> ActivationCache:
-        """Return the cache of the only prompt, without the first dimension.
+        """Remove the first dimension of the rows of the only prompt, and return this cache; a second call does nothing.
 
         Raises:
             SteeringError: There are several prompts.
         """
-        if any(len(rows) != 1 for rows in self._rows.values()):
-            raise SteeringError("cache", "has several prompts; the batch dimension cannot be removed")
-        return ActivationCache({name: rows[0] for name, rows in self._rows.items()}, self._num_layers)
+        if self.has_batch_dim:
+            if any(len(rows) != 1 for rows in self._rows.values()):
+                raise SteeringError("cache", "has several prompts; the batch dimension cannot be removed")
+            self._rows = {name: rows[0] for name, rows in self._rows.items()}
+            self.has_batch_dim = False
+        return self

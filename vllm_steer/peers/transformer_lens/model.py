@@ -14,12 +14,12 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
 from vllm_steer.peers.engines import open_engine
 from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
-from vllm_steer.peers.transformer_lens.refused import REFUSED, loading_arguments, refuse
+from vllm_steer.peers.transformer_lens.hooks import on_prompts
+from vllm_steer.peers.transformer_lens.refused import GENERATING, REFUSED, loading_arguments, refuse
 from vllm_steer.points import PointName, points_on
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer, shown
-from vllm_steer.taps.user_hooks import Hook, HookedRows
 
 
 class HookedTransformer:
@@ -48,10 +48,14 @@ class HookedTransformer:
         )
         self._max_logprobs: int = config.max_logprobs
         points = points_on(known.config.points)
+        self._unread = known.unread
         self.hook_names: tuple[str, ...] = tuple(
-            hook_name(point, layer) for layer in range(known.num_layers) for point in HOOKS if point in points
+            hook_name(point, layer)
+            for layer in range(known.num_layers)
+            for point in HOOKS
+            if point in points and layer not in known.unread.get(point, {})
         )
-        """Names of the hooks that the engine serves."""
+        """Names of the hooks whose rows the engine returns."""
 
     @classmethod
     def from_pretrained(cls, model_name: Any, **kwargs: Any) -> Self:
@@ -76,8 +80,9 @@ class HookedTransformer:
         """The engine's tokenizer."""
         return self.llm.get_tokenizer()
 
-    def to_tokens(self, text: Any) -> torch.Tensor:
-        """Return tokens ``[batch, tokens]`` of a text or of texts with equally many tokens."""
+    def to_tokens(self, text: Any, **unsupported: Any) -> torch.Tensor:
+        """Return tokens ``[batch, tokens]`` of a text or of texts with equally many tokens; refuse other arguments."""
+        refuse(unsupported)
         return torch.tensor(self._encode(text))
 
     def run_with_cache(
@@ -150,7 +155,7 @@ class HookedTransformer:
             prompts: As for :meth:`run_with_cache`.
             return_type: ``"logits"`` or None.
             fwd_hooks: ``(name, function)``; a name may be a function of names. Functions get the rows of one prompt,
-                ``[1, tokens, hidden]``, and an object with ``name`` and ``layer()``.
+                ``[1, tokens, hidden]``, and the argument ``hook``, an object with ``name`` and ``layer()``.
             **unsupported: Other arguments of TransformerLens, which are refused.
 
         Raises:
@@ -163,7 +168,7 @@ class HookedTransformer:
             for names, function in fwd_hooks:
                 for point, layers in self._read_filter(names).items():
                     for layer in layers:
-                        hook = _on_prompts(function, hook_name(point, layer), layer, len(tokens[0]))
+                        hook = on_prompts(function, hook_name(point, layer), layer, len(tokens[0]))
                         stack.enter_context(self.llm.register_hook(hook, point, layer))
             outputs = self._run(tokens, return_type, (), None)
         for i, output in enumerate(outputs):
@@ -171,16 +176,34 @@ class HookedTransformer:
                 raise RuntimeError(f"prompts[{i}]: {output.outputs[0].stop_reason}")
         return self._logits(outputs, return_type)
 
-    def __call__(self, prompts: Any, return_type: str | None = "logits") -> torch.Tensor | None:
-        """Return the log-probabilities at the last token, ``[batch, 1, vocab]``."""
+    def __call__(self, prompts: Any, return_type: str | None = "logits", **unsupported: Any) -> torch.Tensor | None:
+        """Return the log-probabilities at the last token, ``[batch, 1, vocab]``; refuse other arguments."""
+        refuse(unsupported)
         return self._logits(self._run(self._encode(prompts), return_type, (), None), return_type)
 
     def generate(self, prompt: Any, max_new_tokens: int = 10, **kwargs: Any) -> str:
-        """Return the prompt's text with the generated text, greedy by default."""
-        (tokens,) = self._encode(prompt)
+        """Return the prompt's text with the generated text, greedy by default.
+
+        Args:
+            prompt: One prompt, as for :meth:`run_with_cache`. Of a text, special tokens that the tokenizer adds, such
+                as BOS, are not part of the result.
+            max_new_tokens: Most tokens to generate.
+            **kwargs: Arguments of ``SamplingParams``.
+
+        Raises:
+            SteeringError: There are several prompts, or an argument of TransformerLens is not supported.
+        """
+        for name in kwargs:
+            if name in GENERATING:
+                raise SteeringError(name, GENERATING[name])
+        encoded = self._encode(prompt)
+        if len(encoded) > 1:
+            raise SteeringError("prompt", f"has {len(encoded)} prompts; generate serves one, and llm.generate several")
+        (tokens,) = encoded
         params = SamplingParams(**{"temperature": 0.0, **kwargs, "max_tokens": max_new_tokens})
         (output,) = self.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
-        return str(self.tokenizer.decode([*tokens, *output.outputs[0].token_ids]))
+        shown_tokens = self.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else tokens
+        return str(self.tokenizer.decode([*shown_tokens, *output.outputs[0].token_ids]))
 
     def _encode(self, prompts: Any) -> list[list[int]]:
         if isinstance(prompts, torch.Tensor):
@@ -209,6 +232,8 @@ class HookedTransformer:
         hooks: dict[PointName, list[int]] = {}
         for name in chosen:
             point, layer = site(name, num_layers=self.cfg.n_layers)
+            if reason := self._unread.get(point, {}).get(layer):
+                raise SteeringError("names_filter", f"{name} is not supported: {reason}")
             if hook_name(point, layer) not in self.hook_names:
                 raise SteeringError("names_filter", f"{name} is not enabled; add {point} to --steering-points")
             if layer not in hooks.setdefault(point, []):
@@ -253,15 +278,3 @@ class HookedTransformer:
 
 TransformerBridge = HookedTransformer
 """Name of the class in TransformerLens 4."""
-
-
-def _on_prompts(function: Callable[[torch.Tensor, Any], Any], name: str, layer: int, count: int) -> Hook:
-    """Return a user hook that calls a function of TransformerLens on the rows of prompts of ``count`` tokens."""
-
-    def hook(view: HookedRows) -> torch.Tensor | None:
-        if len(view.rows) != count:
-            raise ValueError("the prompt is computed in parts; raise max_num_batched_tokens of the engine")
-        found = function(view.rows[None], SimpleNamespace(name=name, layer=lambda: layer))
-        return None if found is None else found[0]
-
-    return hook

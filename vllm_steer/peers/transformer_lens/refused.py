@@ -34,6 +34,19 @@ ARGUMENTS = {
     "return_cache_object": "the result is an ActivationCache; omit it",
 }
 """Arguments of TransformerLens' methods that are not supported, with the reason."""
+_ENDS = "generation ends at the model's end tokens; use ignore_eos or stop_token_ids"
+GENERATING = {
+    "do_sample": "is not supported; temperature=0, the default, is greedy",
+    "stop_at_eos": _ENDS,
+    "eos_token_id": _ENDS,
+    "freq_penalty": "is not supported; use frequency_penalty",
+    "use_past_kv_cache": "the engine always has a cache; omit it",
+    "prepend_bos": ARGUMENTS["prepend_bos"],
+    "padding_side": ARGUMENTS["padding_side"],
+    "return_type": "the result is a text; use llm.generate for tokens",
+    "verbose": "there is no progress bar; omit it",
+}
+"""Arguments of ``generate`` that are not supported, with the reason."""
 _WEIGHTS = "the model runs with its own weights; omit it"
 LOADING = {
     "fold_ln": _WEIGHTS,

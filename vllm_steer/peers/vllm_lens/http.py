@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_steer.client.encoding import to_json
 from vllm_steer.client.responses import CaptureAnswer, parse_completion, read_capture_file
 from vllm_steer.errors import SteeringError
+from vllm_steer.peers.bodies import ParsedBody
 from vllm_steer.peers.vllm_lens.client import HEADER
 from vllm_steer.peers.vllm_lens.keys import (
     KEYS,
@@ -33,7 +34,6 @@ from vllm_steer.peers.vllm_lens.keys import (
     read_keys,
 )
 from vllm_steer.peers.vllm_lens.tensors import serialize_tensor, stack_layers, tensor_bytes, zstd
-from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import COUNTED_KEY, app_path
 from vllm_steer.server.settings import max_body_bytes
@@ -230,13 +230,14 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
         SteeringError: A key is invalid or not supported, or the body has a key twice.
     """
     try:
-        document = json.loads(body)
+        parsed = ParsedBody(body)
     except (ValueError, RecursionError):
         return body, None  # vLLM refuses it
+    document = parsed.value
     if not isinstance(document, dict):
         return body, None
-    changed = document.get(LORA_FIELD) is not None
-    if changed:
+    parsed.refuse_repeated((), translated=True)
+    if document.get(LORA_FIELD) is not None:
         document["model"] = read_adapter(document.pop(LORA_FIELD))
     given: dict[str, Any] = {}
     field = PARENTS[0]
@@ -252,9 +253,6 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
         given |= found
         if not values:
             del document[parent]
-    if not (given or changed):
-        return body, None  # with its duplicate keys for the checks that follow
-    parse_json(body, "body")  # refuses them
     keys = None
     if given:
         keys = read_keys(given, field)

@@ -23,7 +23,7 @@ from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.logprobs import check_logprobs_mode
 from vllm_steer.params import SamplingParams, program_of
 from vllm_steer.patching.offline import most_reference, read_score, score_params
-from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows
+from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows, join_characters
 from vllm_steer.points import points_on
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.spec import Edit
@@ -111,7 +111,8 @@ class EngineRunner:
         """Return the text of each token; its number if the server has no tokenizer."""
         if self._tokenizer is None:
             return [f"<{token}>" for token in tokens]
-        return [self._tokenizer.decode([token]) for token in tokens]
+        decode = self._tokenizer.decode
+        return join_characters(tokens, [decode([token]) for token in tokens], lambda part: decode(list(part)))
 
     def reserve(self, runs: int, row_bytes: int) -> None:
         """Reserve the study's resources; raises ``AccessError``."""

@@ -125,13 +125,14 @@ def _compare_sample(request: Request, got: Sample, right: Sample, tolerance: Tol
             break
         top = right.top[i]
         if token != expected:
-            if top.get(token, float("-inf")) < max(top.values()) - tie:
+            # NaN compares as false, here and below, so it counts as different.
+            if not top.get(token, float("-inf")) >= max(top.values()) - tie:
                 behind = f"{max(top.values()) - top[token]:.3g} behind" if token in top else "not among the likeliest"
                 return f"token {i} is {token}, expected {expected}: {behind} in the reference"
             counts.ties += 1
             agreed = i
             break
-        if token in got.top[i] and abs(got.top[i][token] - top[token]) > tolerance.logprob:
+        if token in got.top[i] and not abs(got.top[i][token] - top[token]) <= tolerance.logprob:
             return f"token {i} has log-probability {got.top[i][token]:.5f}, expected {top[token]:.5f}"
     if len(got.tokens) < agreed:
         return f"{len(got.tokens)} tokens ({got.finish_reason}), expected {agreed} or more"

@@ -69,7 +69,7 @@ def prove(source: str, model: Path, trust_remote_code: bool = False) -> dict[str
     if not with_reference:
         return {**found, "value_error": None, "cause_error": None, "agrees": check["conclusive"] > 0}
     errors = _errors(llm, np.load(model / STREAMS))
-    agrees = check["conclusive"] > 0 and max(errors.values()) < TOLERANCE
+    agrees = check["conclusive"] > 0 and all(error < TOLERANCE for error in errors.values())
     return {**found, "kind": "HF Transformers", **errors, "agrees": agrees}
 
 
@@ -90,11 +90,13 @@ def _errors(llm: Any, streams: Any) -> dict[str, float]:
         ("value_error", "cause_error"), outputs, (streams["plain"], streams["edited"]), strict=True
     ):
         rows = output.capture_results["memory"]
-        errors[name] = max(
+        distances = [
             _distance(rows.tensor(point, layer).numpy(), theirs[layer + (point == "post_block")])
             for layer in range(len(theirs) - 1)
             for point in ("pre_attn", "post_block")
-        )
+        ]
+        # max() of Python passes over NaN.
+        errors[name] = float(np.max(distances))
     return errors
 
 
