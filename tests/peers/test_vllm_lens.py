@@ -26,7 +26,7 @@ from vllm_steer.peers.vllm_lens import (
     deserialize_tensor,
     serialize_tensor,
 )
-from vllm_steer.peers.vllm_lens.http import VllmLensMiddleware, translate_body
+from vllm_steer.peers.vllm_lens.http import VllmLensMiddleware
 from vllm_steer.peers.vllm_lens.keys import read_keys
 
 VECTOR = SteeringVector(activations=torch.tensor([[1.0, 2.0], [3.0, 4.0]]), layer_indices=[1, 2], scale=2.0)
