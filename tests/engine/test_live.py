@@ -199,6 +199,23 @@ def test_samples_change_together(llm: Any) -> None:
     assert [traces[index].live["calm"][-1] for index in range(2)] == [2.5, 2.5]
 
 
+def test_refuses_an_id_of_several_requests(llm: Any) -> None:
+    """Catches a change of another request with the same id, and one that the first of them decides about."""
+    engine = llm.llm_engine
+    for fields in ({}, {"steering": [add(live="calm")]}):
+        engine.add_request("twice", prompt(1, 2, 3), params(6, **fields))
+    engine.step()
+    with pytest.raises(SteeringError, match="2 running requests have the id 'twice'") as refused:
+        llm.set_strength("twice", calm=2.5)
+    assert refused.value.field == "request_id"
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert {1.0} == {
+        value for each in outputs if (trace := each.outputs[0].steering_trace) for value in trace.live["calm"]
+    }
+
+
 def test_reused_id_shares_no_blocks(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches cached blocks of an ended request, with its strength, in a request with its id and another strength."""
     monkeypatch.setitem(vars(envs), "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", True)
