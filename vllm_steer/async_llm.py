@@ -112,7 +112,8 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
             The position from which on the strengths hold, for all samples of the request.
 
         Raises:
-            SteeringError: The request is not running or lacks a live strength, or a value is not finite or too large.
+            SteeringError: The request is not running or lacks a live strength, several have the id, or a
+                value is not finite or too large.
         """
         return await set_strength(self, request_id, samples_of(self.output_processor, request_id), strengths)
 

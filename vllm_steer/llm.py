@@ -110,7 +110,8 @@ class LLM(VllmLLM):  # type: ignore[misc]
             The position from which on the strengths hold, for all samples of the request.
 
         Raises:
-            SteeringError: The request is not running or lacks a live strength, or a value is not finite or too large.
+            SteeringError: The request is not running or lacks a live strength, several have the id, or a
+                value is not finite or too large.
         """
         engine = self.llm_engine
         samples = samples_of(engine.output_processor, request_id)

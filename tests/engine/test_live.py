@@ -199,6 +199,23 @@ def test_samples_change_together(llm: Any) -> None:
     assert [traces[index].live["calm"][-1] for index in range(2)] == [2.5, 2.5]
 
 
+def test_refuses_an_id_of_several_requests(llm: Any) -> None:
+    """Catches a change of another request with the same id, and one that the first of them decides about."""
+    engine = llm.llm_engine
+    for fields in ({}, {"steering": [add(live="calm")]}):
+        engine.add_request("twice", prompt(1, 2, 3), params(6, **fields))
+    engine.step()
+    with pytest.raises(SteeringError, match="2 running requests have the id 'twice'") as refused:
+        llm.set_strength("twice", calm=2.5)
+    assert refused.value.field == "request_id"
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert {1.0} == {
+        value for each in outputs if (trace := each.outputs[0].steering_trace) for value in trace.live["calm"]
+    }
+
+
 def test_reused_id_shares_no_blocks(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches cached blocks of an ended request, with its strength, in a request with its id and another strength."""
     monkeypatch.setitem(vars(envs), "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", True)
@@ -212,3 +229,29 @@ def test_reused_id_shares_no_blocks(llm: Any, monkeypatch: pytest.MonkeyPatch) -
         assert not output.num_cached_tokens
         answers.append(tokens_of(output))
     assert answers[0] != answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_change_while_tokens_are_computed_again(llm: Any, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a change that is confirmed from a token on that a resumed request computes again with its old strength.
+
+    The request is preempted once, or again before it has computed all of its tokens.
+    """
+    engine, length = llm.llm_engine, 40
+    scheduler = engine.engine_core.engine_core.scheduler
+    engine.add_request("resumed", prompt(*range(1, length + 1)), params(12, steering=[add(live="calm", tokens="all")]))
+    for _ in range(4):
+        engine.step()
+    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 16)
+    for _ in range(1 + again):
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+        engine.step()
+    if again:
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+    position = llm.set_strength("resumed", calm=2.5)
+    while engine.has_unfinished_requests():
+        (output,) = engine.step() or (None,)
+    assert output is not None
+    trace = output.outputs[0].steering_trace
+    assert position > length
+    assert trace.live["calm"].tolist() == [2.5 if each >= position else 1.0 for each in trace.positions.tolist()]

@@ -124,6 +124,23 @@ def test_grammars_mask_steered_logits(llm: Any) -> None:
     assert decided, "no word depends on both the grammar and the edit"
 
 
+def test_a_stop_string_is_not_the_stop_of_a_readout(llm: Any) -> None:
+    """Catches a stop string that is taken for the reason of a stop, after which the last token seemed to be forwarded.
+
+    The capture then lacked a row, and its status was `partial`.
+    """
+    probe = {"probe": direction(2, 0.05, 256), "point": "post_block", "layer": 2}
+    wanted = params(
+        30, structured_outputs=StructuredOutputsParams(regex="readout is [a-z]{20}"), stop=["readout is"],
+        readouts={"late": probe}, stop_on=[{"readout": "late", "above": 1e6}], capture=capture(),
+    )  # fmt: skip
+    (output,) = run(llm, [TEXT], [wanted])
+    sample = output.outputs[0]
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", "readout is")
+    forwarded = len(output.prompt_token_ids) + len(sample.token_ids) - 1
+    assert result(output).positions("post_block", 1).tolist() == list(range(forwarded))
+
+
 @pytest.mark.feature("seeded sampling", "steer", "capture")
 def test_seeded_draws_do_not_depend_on_the_batch(llm: Any) -> None:
     """Catches draws that depend on other requests, and captures that consume one."""

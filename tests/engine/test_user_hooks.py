@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, envs
 
 from tests.conformance.engine import MODES
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
@@ -131,6 +131,26 @@ def assert_cache_is_separate(llm: Any, model: Any) -> None:
             assert sum(counts) == sum(LENGTHS) + 3 * len(LENGTHS)
     for output in run_all(llm):
         np.testing.assert_allclose(logprobs_of(output), expected(model, output, []), atol=20 * TOLERANCE)
+
+
+def test_a_reused_id_shares_no_blocks(llm: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches blocks of an ended request, under another hook, in a request with its id, if vLLM keeps given ids."""
+    monkeypatch.setitem(vars(envs), "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", True)
+    engine, tokens = llm.llm_engine, PROMPTS[1]
+    for scale in (1.0, -2.0):
+
+        def push(view: HookedRows, added: torch.Tensor = scale * PUSH) -> None:
+            view.rows += added
+
+        with llm.register_hook(push, "post_block", 1):
+            engine.add_request("again", prompt(*tokens), params(2))
+            outputs: list[Any] = []
+            while engine.has_unfinished_requests():
+                outputs += engine.step()
+        output = outputs[-1]
+        right = expected(model, output, [("post_block", 1, lambda stream, added=scale * PUSH: stream + added)])
+        np.testing.assert_allclose(logprobs_of(output), right, atol=20 * TOLERANCE)
+        assert not output.num_cached_tokens
 
 
 def test_cached_blocks_are_not_shared(llm: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

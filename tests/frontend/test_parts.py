@@ -64,10 +64,13 @@ def parts(*args: Any, **kwargs: Any) -> tuple[CompiledPart, ...]:
 @pytest.mark.parametrize(
     ("parser", "start", "end"),
     [("hermes", "<tool_call>", "</tool_call>"), ("qwen3_coder", "<tool_call>", "</tool_call>"),
-     ("mistral", "[TOOL_CALLS]", None)],
+     ("ernie45", "<tool_call>", "</tool_call>"), ("mistral", "[TOOL_CALLS]", None)],
 )  # fmt: skip
 def test_markers_of_tool_parsers(parser: str, start: str, end: str | None, tokenizer: Any) -> None:
-    """Catches tokens that differ from the markers of the parser, and an end that the parser does not have."""
+    """Catches tokens that differ from the markers of the parser, an end that the parser does not have, and a lost end.
+
+    Ernie's parser has one start token under two names, and its end token under one of them.
+    """
     (part,) = parts("tool_call", [1], tokenizer, markers(tool=parser))
     assert part.start == tokenizer.convert_tokens_to_ids(start)
     assert part.end == (NO_TOKEN if end is None else tokenizer.convert_tokens_to_ids(end))

@@ -237,7 +237,7 @@ class ProgramStore:
             strengths: New factors by name.
 
         Returns:
-            The position of the first token of the request's next step, 0 if it has had none; -1 if it has ended.
+            The first position that has them, 0 if the request has had no step; -1 if it has ended.
         """
         if not self._live.set(live, strengths):
             return ENDED
@@ -245,11 +245,18 @@ class ProgramStore:
         slot = None if request_id is None else self.slot_of(request_id)
         dynamic = None if request_id is None else self._dynamic.get(request_id)
         if request_id is None or slot is None or dynamic is None:
-            # A preempted request computes its earlier tokens again with the strengths that they had.
             return self._live.position(live)
         self._put_initial(request_id, slot, dynamic)
         self.changes += 1
-        return int(self.next_step[slot])
+        return self._new_position(request_id, slot)
+
+    def _new_position(self, request_id: str, slot: int) -> int:
+        """Return the first position that a request has not computed; a resumed one computes earlier ones again.
+
+        These tokens keep the strengths that they had.
+        """
+        replay = self.replays.get(request_id)
+        return int(self.next_step[slot]) if replay is None else max(int(self.next_step[slot]), replay[0].stop)
 
     def forget_strengths(self, request_ids: Iterable[str]) -> None:
         """Forget the live strengths of requests that have ended, before requests with the same ids are added."""
@@ -295,7 +302,7 @@ class ProgramStore:
         placed = running.segments
         if (dynamic := self._dynamic.pop(request_id, None)) is not None:
             if dynamic.layout.live:
-                self._live.pause(request_id, int(self.next_step[running.request_slot]))
+                self._live.pause(request_id, self._new_position(request_id, running.request_slot))
             # Plain requests may get the slot, or share it.
             self._condition.put(running.request_slot, self._no_conditions)
             self.replays.pop(request_id, None)

@@ -42,10 +42,20 @@ def live_sample(state: Any) -> LiveSample:
 
 
 def samples_of(output_processor: Any, request_id: str) -> list[LiveSample]:
-    """Return the running samples of a request, by the id that was given to the engine client."""
-    states = output_processor.request_states
+    """Return the running samples of a request, by the id that was given to the engine client.
+
+    Raises:
+        EndedRequestError: Several running requests have this id.
+    """
+    running = output_processor.request_states
     engine_ids = output_processor.external_req_ids.get(request_id, ())
-    return [live_sample(states[each]) for each in engine_ids if each in states]
+    states = [running[each] for each in engine_ids if each in running]
+    requests = {id(state if state.parent_req is None else state.parent_req) for state in states}
+    if len(requests) > 1:
+        raise EndedRequestError(
+            "request_id", f"{len(requests)} running requests have the id {request_id[:80]!r}; give each its own id"
+        )
+    return [live_sample(state) for state in states]
 
 
 def check_strengths(

@@ -197,7 +197,10 @@ def adds_to_outputs(state: Any) -> bool:
 def record_stop(state: Any, stop_reason: Any) -> None:
     """Record whether a readout has ended a sample; call before its last output is made."""
     running: RunningCapture | None = getattr(state, _CAPTURE, None)
-    if running is not None and running.readouts is not None and running.readouts.stopped_by(stop_reason):
+    if running is None or running.readouts is None or not running.readouts.stopped_by(stop_reason):
+        return
+    # A client's stop string may begin with the same text. Without a tokenizer there are no stop strings.
+    if stop_reason not in getattr(state.detokenizer, "stop", ()):
         setattr(state, _STOPPED, True)
         add("readout_stops", model_name=running.manager.model_name)
 

@@ -174,9 +174,10 @@ def _tool_markers(parser: str, tokenizer: Any) -> tuple[Marker, Marker] | None:
     from vllm_steer.compat.internals import ToolParserManager  # slow to import, and rarely needed
 
     made = ToolParserManager.get_tool_parser(parser)(tokenizer)
-    for start, end in _TOOL_ATTRIBUTES:
-        if isinstance(first := getattr(made, start, None), str):
-            return first, getattr(made, end, None) or NO_TOKEN
+    found = [(getattr(made, start, None), getattr(made, end, None)) for start, end in _TOOL_ATTRIBUTES]
+    if first := next((start for start, _ in found if isinstance(start, str)), None):
+        # Some parsers have one start token under both names, and its end token under one of them.
+        return first, next((end for start, end in found if start == first and end), NO_TOKEN)
     engine = getattr(made, "_parser_engine", None)
     terminals = getattr(getattr(engine, "parser_engine_config", None), "token_id_terminals", {})
     for start, end in _TOOL_TERMINALS:

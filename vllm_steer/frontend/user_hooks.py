@@ -8,6 +8,7 @@ of its own.
 
 from __future__ import annotations
 
+import uuid
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
@@ -114,10 +115,10 @@ def check_process(config: SteeringConfig, *, in_process: bool | None = None) -> 
 def separate_cache(output_processor: Any, request: Any) -> None:
     """Give a sample cached blocks of its own while hooks are registered.
 
-    A hook must see every token of a prompt, and may change its rows as it likes.
+    A hook must see every token of a prompt, and may change its rows as it likes. Request ids can be used again.
     """
     if getattr(output_processor, _HOOKS, None) and context_of(output_processor) is not None:
-        request.cache_salt = f"{request.cache_salt or ''} user hooks {request.request_id}"
+        request.cache_salt = f"{request.cache_salt or ''} user hooks {uuid.uuid4().hex}"
 
 
 def _refuse_running(engine: Any) -> None:
