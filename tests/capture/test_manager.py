@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import pickle
@@ -14,13 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from tests.registry.modules import CAPABILITIES
 from tests.tiny import code_of
+from vllm_steer.capture.consumers.logging import LoggingConsumer
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.capture.files.rotation import StreamWriter
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.row_assembler import RowChunk
+from vllm_steer.metrics.collectors import start
+from vllm_steer.server.http.result_waiter import wait_for
 from vllm_steer.spec import CaptureSpec
 
 SPEC = CaptureSpec(hooks={"post_block": [0]})
@@ -48,6 +53,33 @@ def test_pause_consumers() -> None:
         raise RuntimeError
     assert results["memory"].status == "partial"
     assert consumer.started.is_set()
+    manager.close()
+
+
+class Panic(BaseException):
+    """Stands for ``pyo3_runtime.PanicException``, which is not an ``Exception``."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Panic("a panic"), asyncio.CancelledError()], ids=repr)
+async def test_any_exception_of_a_consumer_fails_its_capture_only(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an API server that a consumer's exit ends, and a queue that counts a failed capture forever."""
+
+    def accept(consumer: Any, captured: Any) -> None:
+        raise error
+
+    start({})
+    model = f"a model whose consumer raises {type(error).__name__}"
+    manager = CaptureManager(CAPABILITIES, model, {"logging": {}})
+    monkeypatch.setattr(LoggingConsumer, "accept", accept)
+    about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
+    results = manager.submit(manager.new_assembler(), (("logging", SPEC), ("memory", SPEC)), **about)
+    result = await wait_for(results.futures["logging"])
+    assert (result.status, result.error) == ("error", f"{type(error).__name__}: {error}")
+    assert results["memory"].status == "partial"
+    labels = {"model_name": model, "consumer": "logging"}
+    assert REGISTRY.get_sample_value("vllm_steer:consumer_queue", labels) == 0
     manager.close()
 
 

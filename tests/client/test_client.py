@@ -176,6 +176,11 @@ def test_to_json() -> None:
         ({"post_block": {15: [1.0, float("nan")]}}, r"f.post_block.15\[1\]: nan cannot be sent as JSON"),
         ({"scale": np.float32("inf")}, "f.scale: inf cannot be sent as JSON"),
         ({"scale": np.longdouble(1)}, "f.scale"),
+        (
+            {"description": ["a", "b\ud800"]},
+            r"f.description\[1\]: cannot be sent: character 1 is an unpaired surrogate",
+        ),
+        ({"provenance": {"\ud800": "a"}}, "f.provenance: cannot be sent: character 0 is an unpaired surrogate"),
     ],
 )
 def test_to_json_rejects_values_without_a_json_form(wrong: Any, words: str) -> None:
@@ -203,6 +208,18 @@ async def test_streams_are_refused_where_the_answer_is_whole() -> None:
     async with AsyncClient(model="m") as asynchronous:
         with pytest.raises(SteeringError, match=r"stream: .*use stream_chat"):
             await asynchronous.complete("one", stream=True)
+
+
+@pytest.mark.parametrize("shape", [(1025, 2), (70, 65536)], ids=["rows", "components"])
+def test_to_json_of_a_matrix_of_any_size(shape: tuple[int, int]) -> None:
+    """Catches a matrix of a ``replace`` edit that is refused because a projection may not have so many directions."""
+    rows = np.random.default_rng(0).standard_normal(shape, np.float32)
+    edit = {"kind": "replace", "point": "post_block", "layers": [1], "tokens": [[0, len(rows)]]}
+    for given in (rows, torch.from_numpy(rows)):
+        (sent,) = to_json([{**edit, "vector": given}], "steering")
+        assert np.array_equal(Edit(**sent).vector, rows)
+    with pytest.raises(SteeringError, match=r"steering\[0\].vector: has shape .*at most 33554432 in total"):
+        to_json([{**edit, "vector": np.broadcast_to(rows[0, 0], (65536, 513))}], "steering")
 
 
 def test_to_json_of_mixed_numbers() -> None:

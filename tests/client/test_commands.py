@@ -87,6 +87,25 @@ def test_unreachable_server() -> None:
     assert "error: " in run("no url", "status", status=1)
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [
+        ("--plot", "grid.picture", "unknown suffix .picture; use one of"),
+        ("--plot", "folder.png", "is a folder; name a file in it"),
+        ("--html", "folder.png", "is a folder; name a file in it"),
+        ("--out", "folder.png", "is a folder; name a file in it"),
+    ],
+)
+def test_patch_checks_its_files_first(option: str, name: str, message: str, tmp_path: Path) -> None:
+    """Catches a study whose result is lost at its end, because a file cannot be written."""
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "study.json").write_text("{}")
+    shown = run("http://127.0.0.1:9", "patch", str(tmp_path / "study.json"), option, str(tmp_path / name), status=1)
+    assert message in shown
+    shown = run("http://127.0.0.1:9", "patch", str(tmp_path / "study.json"), option, str(tmp_path / "a.svg"), status=1)
+    assert "cannot reach" in shown
+
+
 def test_chat(url: str, app: FastAPI) -> None:
     """Catches swapped sides, mixed conversations, and a rejected question that stays in a conversation."""
     script = (

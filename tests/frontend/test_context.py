@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,9 @@ from vllm.v1.engine.core_client import MPClient
 
 from tests.server.fakes import FakeEngine
 from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.errors import SteeringError
 from vllm_steer.frontend import context
-from vllm_steer.frontend.context import ensure_engine_context
+from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context
 from vllm_steer.program.program_files import MIN_PROGRAM_BYTES
 
 
@@ -28,6 +30,19 @@ async def test_closes_consumers_with_the_engine(monkeypatch: pytest.MonkeyPatch)
     del engine
     gc.collect()
     assert closed == [engine_context.capture_manager]
+
+
+async def test_closes_consumers_if_the_registry_is_refused(tmp_path: Path) -> None:
+    """Catches the name of a run that counts as in use after a start that failed, until the process ends."""
+    consumers = {"filesystem": {"root": str(tmp_path / "acts"), "run": "x"}}
+    engine = FakeEngine()
+    engine.vllm_config.parallel_config._api_process_count = 1
+    context.set_consumers(engine, consumers)
+    context.set_registry(engine, RegistryOptions(modules={"calm": str(tmp_path / "missing.safetensors")}))
+    with pytest.raises(SteeringError, match=r"missing\.safetensors cannot be read"):
+        await ensure_engine_context(engine)
+    context.set_registry(engine, RegistryOptions())
+    assert await ensure_engine_context(engine) is not None
 
 
 async def test_removes_program_files_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

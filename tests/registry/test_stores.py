@@ -16,7 +16,7 @@ from tests.registry.backends import Backend
 from tests.registry.modules import content, module, registry, vector
 from tests.repo.tree import ROOT
 from vllm_steer.errors import SteeringError
-from vllm_steer.registry import index
+from vllm_steer.registry import index, module_files
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 
 
@@ -85,6 +85,38 @@ def test_rejects_changes_beyond_the_limits(backend: Backend) -> None:
 def described(i: int, size: int = 300) -> dict[str, Any]:
     """Return small content with a long description: each of its characters takes six in the index."""
     return {"base": {"post_block": {1: vector(i)}}, "description": "\x01" * size}
+
+
+def test_rejects_content_whose_file_cannot_be_read(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an acknowledged module, or global steering, that other processes and later starts report as damaged."""
+    monkeypatch.setattr(module_files, "MAX_HEADER_BYTES", 4096)
+    one = registry(backend.open())
+    tokens = list(range(0, 28, 2))
+    edit = {"kind": "add", "point": "post_block", "layers": "all", "vector": vector(1), "tokens": tokens}
+    with pytest.raises(SteeringError, match=r"a header of \d+ bytes; at most 4096 are allowed"):
+        one.register("long", edits=[edit] * 40)
+    with pytest.raises(SteeringError, match=r"write \[start, stop\] pairs"):
+        one.set(edits=[edit] * 40)
+    one.register("calm", edits=[edit] * 8)
+    one.set(edits=[edit] * 8)
+    other = registry(backend.open())
+    assert names(other) == ["calm"]
+    assert other.get("calm").problem is None
+    assert other.status(data=True) == one.status(data=True)
+    assert len(backend.digests()) == 1
+
+
+def test_rejects_global_steering_that_grows_beyond_the_edits_of_a_module(backend: Backend) -> None:
+    """Catches global steering that was set in several parts, and with which no server starts again."""
+    one = registry(backend.open())
+    edit = {"kind": "add", "point": "post_block", "layers": 0, "vector": vector(1)}
+    one.set(edits=[edit] * 4095, base={"post_block": {1: vector(2)}})
+    before = one.set(base={"post_block": {1: vector(3)}})
+    with pytest.raises(SteeringError, match="decode: would increase global steering to 4097 edits; at most 4096"):
+        one.set(decode={"post_block": {1: vector(2)}})
+    with pytest.raises(SteeringError, match="edits: would increase global steering to 4097 edits; at most 4096"):
+        one.set(edits=[edit] * 4096)
+    assert registry(backend.open()).status() == before
 
 
 def test_rejects_index_beyond_its_limit(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,10 @@ class CaptureManager:
     def _deliver(
         self, name: str, spec: CaptureSpec, assembler: RowAssembler, last_forwarded: bool, about: dict[str, Any]
     ) -> CaptureResult:
-        """Assemble the rows and run the consumer, in the consumer's thread. An exception only fails this capture."""
+        """Assemble the rows and run the consumer, in the consumer's thread. An exception only fails this capture.
+
+        SystemExit would end the API server that waits for the result. A panic in Rust is not an ``Exception`` either.
+        """
         try:
             prompt, output = about["prompt_token_ids"], about["output_token_ids"]
             num_tokens = len(prompt) + len(output) + last_forwarded
@@ -200,7 +203,7 @@ class CaptureManager:
                 unreached=unreached,
             )
             return CaptureResult(captured.status, captured.error, self._consumers[name].accept(captured), unreached)
-        except Exception as error:  # third-party consumers may raise anything
+        except BaseException as error:  # third-party consumers may raise anything
             return CaptureResult("error", f"{type(error).__name__}: {error}", None)
 
     def close(self) -> None:

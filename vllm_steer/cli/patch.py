@@ -39,9 +39,10 @@ def patch(
     for path in (plot, html, out):
         if path is not None and not path.absolute().parent.is_dir():
             raise fail(f"folder not found: {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise fail(f"{path} is a folder; name a file in it")
     if plot is not None:
-        with failing_on(ImportError):
-            import matplotlib  # noqa: F401 - fails before the study runs
+        _check_image(plot)
     try:
         body = _read(study)
         if model is None:
@@ -61,6 +62,15 @@ def patch(
     if plot is not None:
         result.plot(plot)
     _print(result)
+
+
+def _check_image(path: Path) -> None:
+    """End the command unless matplotlib is installed and can write an image of this name."""
+    with failing_on(ImportError):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    types = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in types:
+        raise fail(f"--plot {path}: unknown suffix {path.suffix}; use one of {', '.join(sorted(types))}")
 
 
 def _read(path: Path) -> dict[str, Any]:

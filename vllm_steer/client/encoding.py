@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +14,9 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.site_names import find_foreign_site
 from vllm_steer.spec import Edit, Reference, Selector, pack_vector, parse_vector
-from vllm_steer.spec.projection import Projection
+from vllm_steer.spec.matrix import parse_matrix
+from vllm_steer.spec.scalars import shown
+from vllm_steer.spec.vector import pack_array
 
 _LAYER_KEYS = frozenset(("layers", *POINT_NAMES))
 
@@ -34,7 +35,9 @@ def to_json(value: Any, field: str) -> Any:
         if not math.isfinite(value):
             raise SteeringError(field, f"{value} cannot be sent as JSON; numbers must be finite")
         return value
-    if value is None or isinstance(value, (bool, int, str)):
+    if isinstance(value, str):
+        return _text(value, field)
+    if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, (Edit, Selector)):
         return value.to_wire()
@@ -46,7 +49,7 @@ def to_json(value: Any, field: str) -> Any:
             key: item.tolist() if _has_layers(key) and hasattr(item, "tolist") else item
             for key, item in value.items()
         }
-        encoded = {str(key): to_json(item, f"{field}.{key}") for key, item in value.items()}
+        encoded = {_text(str(key), field): to_json(item, f"{field}.{key}") for key, item in value.items()}
         if len(encoded) != len(value):
             duplicate = next(key for key, count in Counter(map(str, value)).items() if count > 1)
             raise SteeringError(field, f"key {duplicate} is given twice, with different types")
@@ -62,6 +65,17 @@ def to_json(value: Any, field: str) -> Any:
     raise SteeringError(field, f"a value of type {type(value).__name__} cannot be sent as JSON")
 
 
+def _text(text: str, field: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = shown(text[error.start : error.start + 1])
+        raise SteeringError(
+            field, f"cannot be sent: character {error.start} is an unpaired surrogate, {found}"
+        ) from None
+    return text
+
+
 def _has_layers(key: object) -> bool:
     return key in _LAYER_KEYS or (isinstance(key, str) and find_foreign_site(key) is not None)
 
@@ -70,9 +84,7 @@ def _pack(array: Any, field: str) -> Any:
     if _is_of_integers(array):  # positions or tokens
         return array.tolist()
     if len(array.shape) == 2:
-        directions = Projection(array, field).directions.astype("<f4", copy=False)
-        data = base64.b64encode(directions.tobytes()).decode("ascii")
-        return {"dtype": "float32", "shape": list(directions.shape), "data": data}
+        return pack_array(parse_matrix(array, field))
     return pack_vector(parse_vector(array, field))
 
 

@@ -184,15 +184,20 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
     served_name = vllm_config.model_config.served_model_name
     model = served_name if isinstance(served_name, str) else str(vllm_config.model_config.model)
     start_metrics({"model_name": (model,)})
-    context = EngineContext(
-        capabilities,
-        CaptureManager(capabilities, model, _consumer_options(engine)),
-        _registry(engine, capabilities, model, config),
-        model,
-        ProgramFileCache() if _shares_files(engine) else None,
-        _controllers(engine),
-        PartMarkers(vllm_config, config.parts, config.tool_parser, config.chat_template),
-    )
+    capture_manager = CaptureManager(capabilities, model, _consumer_options(engine))
+    try:
+        context = EngineContext(
+            capabilities,
+            capture_manager,
+            _registry(engine, capabilities, model, config),
+            model,
+            ProgramFileCache() if _shares_files(engine) else None,
+            _controllers(engine),
+            PartMarkers(vllm_config, config.parts, config.tool_parser, config.chat_template),
+        )
+    except BaseException:
+        capture_manager.close()  # the names of runs are free for the next start
+        raise
     setattr(engine.input_processor, _CONTEXT, context)
     setattr(engine.output_processor, _CONTEXT, context)
     # Closes the consumers when the engine is deleted or the process exits, which completes files of several requests.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_EDITS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import Program, compile_program
 from vllm_steer.spec import Edit, Vector, parse_vector
@@ -110,9 +111,19 @@ class Module:
 
         In the tiers, each edit of ``change`` replaces the edit of its layer and hook point. ``edits`` and ``probes``
         are replaced completely if ``change`` has any.
+
+        Raises:
+            SteeringError: The result has more edits than `parse_module` accepts.
         """
         tiers = {tier: _merge_tier(getattr(self, tier), getattr(change, tier)) for tier in TIERS}
-        return Module(**tiers, edits=change.edits or self.edits, probes=change.probes or self.probes)
+        merged = Module(**tiers, edits=change.edits or self.edits, probes=change.probes or self.probes)
+        if (count := len(merged.all_edits)) > MAX_EDITS:
+            raise SteeringError(
+                EDITS if change.edits else next((tier for tier in TIERS if getattr(change, tier)), EDITS),
+                f"would increase global steering to {count} edits; at most {MAX_EDITS} are allowed. Remove others with "
+                "replace=True, or use clear",
+            )
+        return merged
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, Module) else NotImplemented

@@ -78,7 +78,11 @@ def read_module(data: bytes) -> tuple[Module, ModuleMetadata]:
 
 
 def write_module(module: Module, metadata: ModuleMetadata = ModuleMetadata()) -> bytes:  # noqa: B008 - immutable
-    """Return the safetensors file of a module; `read_module` is the inverse."""
+    """Return the safetensors file of a module; `read_module` is the inverse.
+
+    Raises:
+        SteeringError: `read_module` would refuse the file, because its header is too large.
+    """
     tensors: dict[str, np.ndarray] = {}
     scales: dict[str, float] = {}
     for tier in TIERS:
@@ -103,7 +107,15 @@ def write_module(module: Module, metadata: ModuleMetadata = ModuleMetadata()) ->
         strings[_ACTIVATIONS] = json.dumps(activations)
     if metadata.model is not None:
         strings["model"] = metadata.model
-    return safetensors.numpy.save(tensors, {**strings, _SCALES: json.dumps(scales), EDITS: json.dumps(edits)})
+    data = safetensors.numpy.save(tensors, {**strings, _SCALES: json.dumps(scales), EDITS: json.dumps(edits)})
+    size = int.from_bytes(data[:8], "little")
+    if size > MAX_HEADER_BYTES:
+        raise SteeringError(
+            "module",
+            f"needs a file with a header of {size} bytes; at most {MAX_HEADER_BYTES} are allowed. List fewer positions "
+            "in the tokens of its edits, or write [start, stop] pairs",
+        )
+    return data
 
 
 def _header(data: bytes) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,26 @@ def test_a_resumed_run_goes_on(tmp_path: Path, layout: LayoutName) -> None:
         assert_same(stored, each)
     assert [(entry.submission, entry.request_id) for entry in captures.missing()] == [(2, "lost")]
     assert open_captures(tmp_path).runs == ("x", "y")
+
+
+@pytest.mark.parametrize("step", [1, -3600], ids=["ascending clock", "clock set back"])
+def test_submitted_requests_of_a_resumed_run(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches submitted and missing requests in the order of the journals instead of by run and submission."""
+    clock = iter(range(10**18, 2 * 10**18 if step > 0 else 0, step * 10**9))
+    monkeypatch.setattr(time, "time_ns", lambda: next(clock))
+    spec = request(0).spec
+    for run in ("x", "y", "x"):
+        consumer = FilesystemConsumer(root=str(tmp_path), run=run, resume=True)
+        for submission, sample in ((0, 0), (0, 1), (1, 0)):
+            consumer.begin(SubmittedRequest(str(submission), sample, submission, spec))
+        consumer.close()
+    captures = open_captures(tmp_path)
+    numbers = {run: [(0, 0), (0, 1), (1, 0)] for run in ("x", "y")}
+    numbers["x"] += [(2, 0), (2, 1), (3, 0)]
+    expected = [(run, *number) for run in captures.runs for number in numbers[run]]
+    assert [(entry.run, entry.submission, entry.sample) for entry in captures.submitted()] == expected
+    assert captures.missing() == captures.submitted()
+    assert sorted(captures.runs) == ["x", "y"]
 
 
 def test_a_run_is_resumed_after_requests_that_the_journal_lacks(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.capture.files.format import CaptureFileError
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.capture.files.stream import END_OF_STREAM
-from vllm_steer.capture.files.stream_file import StreamFile
+from vllm_steer.capture.files.stream_file import StreamFile, _map
 
 REQUESTS = [captured(f"r{i}", seed=i, rows=i + 1, width=3, dtype=torch.bfloat16) for i in range(3)]
 
@@ -65,6 +65,22 @@ def test_garbage_at_the_end_of_an_open_stream(stream, garbage):
     path, data, _ = stream
     path.write_bytes(data + garbage)
     assert ids(path) == ["r0", "r1", "r2"]
+
+
+def test_requests_that_are_appended_while_a_stream_is_scanned(stream, monkeypatch):
+    """Catches a stream reported as damaged because its writer completes a request and goes on during the scan."""
+    path, data, ends = stream
+
+    def map_and_append(mapped_path):
+        mapped = _map(mapped_path)
+        with path.open("ab") as file:
+            file.write((data + END_OF_STREAM)[len(mapped) :])
+        return mapped
+
+    monkeypatch.setattr("vllm_steer.capture.files.stream_file._map", map_and_append)
+    for size in range(1, len(data)):
+        path.write_bytes(data[:size])
+        assert len(StreamFile(path).entries) == sum(end <= size for end in ends), size
 
 
 def test_large_request_that_ends_anywhere(tmp_path):

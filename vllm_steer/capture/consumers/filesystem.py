@@ -64,7 +64,7 @@ class FilesystemConsumer(Consumer):
         """Open the directory. Sizes are bytes and accept units, as in ``100GiB``.
 
         Args:
-            root: Directory of the files; created if it does not exist.
+            root: Directory of the files; created if it does not exist. A leading ``~`` is the home directory.
             layout: ``"per_request"``, ``"packed"`` or ``"sharded"``.
             fsync: Sync each request to disk before its status is reported.
             quota: Most bytes in the directory: files found at the start and files written by this process. Requests

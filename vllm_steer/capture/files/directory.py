@@ -51,7 +51,8 @@ class CaptureDirectory:
         """Create the directory if necessary, check that it is writable, and repair what killed writers left.
 
         Args:
-            root: Path of the directory.
+            root: Path of the directory. A leading ``~`` is the home directory, as in shells, which do not expand it in
+                ``filesystem:root=~/acts``.
             fsync: Whether writes are synced to disk before they are reported.
             quota: Most bytes of all files in the directory, including those found there.
 
@@ -60,13 +61,16 @@ class CaptureDirectory:
         """
         self.fsync = fsync
         self.quota = quota
+        if not root:
+            raise SteeringError("root", "is empty; name a directory, such as acts, or . for the present one")
         try:
-            Path(root).mkdir(parents=True, exist_ok=True)
-            self.path = Path(root).resolve(strict=True)
+            path = Path(root).expanduser()
+            path.mkdir(parents=True, exist_ok=True)
+            self.path = path.resolve(strict=True)
             self._repair()
             self._used, self._counted_at = self._count(), time.monotonic()
             self.create(f"trial-{secrets.token_hex(8)}", ".safetensors", hidden=True).discard()
-        except (OSError, CaptureWriteError) as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: a CaptureWriteError, or ~ of an unknown user
             cause = error.strerror if isinstance(error, OSError) else error
             raise SteeringError("root", f"cannot write captures to {root}: {cause}") from None
 

@@ -176,7 +176,10 @@ class Captures(Sequence["StoredRequest"]):
         """Return all samples of requests that were submitted, by run and in the order of submission."""
         selected = (entry for entry in self._journal() if self.run in (None, entry.run))
         entries = {entry[:4]: entry for entry in map(astuple, selected)}
-        return [Submission(*entry) for entry in entries.values()]
+        # A resumed run has several journals; runs that were written in between, or a clock that went back, divide them.
+        numbers = {run: number for number, run in enumerate(dict.fromkeys(run for run, *_ in entries))}
+        in_order = sorted(entries.values(), key=lambda entry: (numbers[entry[0]], entry[1], entry[3]))
+        return [Submission(*entry) for entry in in_order]
 
     def missing(self) -> list[Submission]:
         """Return the samples that were submitted but are not stored, in the order of submission."""

@@ -122,9 +122,10 @@ def scan(path: Path | str) -> Scan:
     """
     entries: list[StreamEntry] = []
     spans: list[tuple[int, int]] = []
-    end, sealed, problem = 0, False, "it is empty"
+    end, size, sealed, problem = 0, 0, False, "it is empty"
     if os.path.getsize(path):
         mapped = _map(path)
+        size = len(mapped)
         source = pa.BufferReader(pa.py_buffer(mapped))
         try:
             reader = pa.ipc.open_stream(source)
@@ -151,7 +152,7 @@ def scan(path: Path | str) -> Scan:
             raise
         except _PARSE_ERRORS as error:
             problem = str(error)
-    if problem and not sealed and _goes_on(path, end):
+    if problem and not sealed and _goes_on(path, end, size):
         raise CaptureFileError(f"{path} is damaged after byte {end}: {problem}")
     return Scan(entries, spans, end, sealed)
 
@@ -198,15 +199,16 @@ def _decode(metadata: Any) -> StreamEntry | None:
     return entry
 
 
-def _goes_on(path: Path | str, end: int) -> bool:
+def _goes_on(path: Path | str, end: int, size: int) -> bool:
     """Return whether more follows behind ``end`` than one request that a killed writer left incomplete.
 
     That is the case if a complete request or the end-of-stream marker follows. Reads the bytes instead of mapping them,
-    because a writer that fails cuts them off.
+    because a writer that fails cuts them off. Ignores what a running writer has appended to the ``size`` bytes that
+    were scanned.
     """
     with open(path, "rb") as file:
         file.seek(end)
-        rest = file.read()
+        rest = file.read(size - end)
     if rest.endswith(END_OF_STREAM):
         return True
     words = np.frombuffer(rest[: len(rest) // 8 * 8], "<u4").reshape(-1, 2)

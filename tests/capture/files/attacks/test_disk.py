@@ -255,6 +255,20 @@ class TestRoot:
         with pytest.raises(SteeringError, match=r"^root: "):
             FilesystemConsumer(root=str(tmp_path / "file"))
 
+    def test_home_directory_and_empty_root(self, tmp_path, monkeypatch):
+        """Catches captures in a folder named ``~``, and in the present directory because a variable was not set."""
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.chdir(tmp_path)
+        consumer = FilesystemConsumer(root="~/acts")
+        consumer.accept(captured())
+        consumer.close()
+        assert ids(tmp_path / "home" / "acts") == ["request"]
+        with pytest.raises(SteeringError, match="root: is empty; name a directory"):
+            FilesystemConsumer(root="")
+        with pytest.raises(SteeringError, match="root: cannot write captures to ~nobody-of-this-name/acts"):
+            FilesystemConsumer(root="~nobody-of-this-name/acts")
+        assert [*tmp_path.iterdir()] == [tmp_path / "home"]
+
     def test_failures_leak_no_descriptor(self, tmp_path, disk, monkeypatch):
         """Catches a descriptor leaked by each failure: after a thousand, no file can be opened."""
 
