@@ -113,6 +113,42 @@ def assembly(name: str, table: MakeTable) -> str:
     )  # fmt: skip
 
 
+def request_cpu(name: str, table: MakeTable) -> str:
+    """Return the section on the API server's process, from a result of ``request_cpu.py``."""
+    result = read(name)
+    requests, floors = result["requests"], result["floors"]
+    before = result.get("before", {}).get("requests", {})
+    stock = requests["stock"]
+    rows = [
+        (way, f"{found['milliseconds']:.2f}", f"{found['milliseconds'] - stock['milliseconds']:.2f}",
+         f"{found['until_engine_us'] / 1000:.2f}", f"{found['faults']:.0f}",
+         *([f"{before[way]['milliseconds']:.2f}", f"{before[way]['until_engine_us'] / 1000:.2f}"]
+           if way in before else ["", ""] if before else []))
+        for way, found in requests.items()
+    ]  # fmt: skip
+    heads = ("requests", "CPU in ms", "added", "until the engine, in ms", "page faults")
+    ways = [way for way in requests if "stages" in requests[way] and way != "idle"]
+    stages = list(dict.fromkeys(stage for way in ways for stage in requests[way]["stages"]))
+    parts = [(stage, *(f"{requests[way]['stages'].get(stage, 0):.0f}" for way in ways)) for stage in stages]
+    return (
+        "\n## CPU time of the API server\n\n"
+        "CPU time of the API server's process per streamed request of 128 prompt and 128 generated tokens, 256 at a time, with\n"
+        "a stand-in for the engine, for a model with hidden size 4,096. *Vector*: 4,096 JSON numbers, different in each body.\n"
+        "*Probes*: 16 probes by name, to memory. *Capture*: one layer, to files "
+        f"(`python -m benchmarks.request_cpu`, `benchmarks/results/{name}`; {load_of(result)}).\n"
+        + (f"{result['note']}\n" if "note" in result else "")
+        + "*Until the engine*: CPU time of the event loop from a body to the engine message."
+        + (" Last columns: CPU time and time until the\nengine of an earlier build." if before else "")
+        + "\n\n"
+        + table(heads + (("earlier CPU", "earlier until the engine") if before else ()), rows)
+        + f"\nNo server can avoid about {sum(floors.values()):.2f} ms of *capture* on this machine: plain Python takes "
+        f"{floors['receive']:.2f} ms to receive its 1 MiB\nover a ZMQ socket, {floors['copy']:.2f} ms to copy the rows of each "
+        f"request together, and {floors['write']:.2f} ms to write them to a file, so twice as\nmuch for 256 tokens. The parts "
+        "of this package, in microseconds per request with timers; the remainder is vLLM's JSON parser,\nsockets, and calls "
+        "for each token:\n\n" + table(("part", *ways), parts)
+    )
+
+
 def steps(name: str, table: MakeTable) -> str:
     """Return the section on the Python code of a step, from a result of ``step.py``."""
     result = read(name)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_steer.params import FIELDS
+from vllm_steer.server.http import field_scanner
 from vllm_steer.server.http.field_scanner import (
     _FORM_PART,
     _object,
@@ -85,6 +86,30 @@ def test_duplicate_keys_are_found(body: str, path: str) -> None:
     assert problem is not None
     assert problem.field == path
     assert "twice" in problem.problem
+
+
+pairs = st.recursive(
+    st.sampled_from(["1", "1.5e3", "null", '"a"', '"a: b"', '"\\u003a"', "[]", "{}", "NaN"]),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]")
+        | st.lists(
+            st.tuples(st.sampled_from(["steering", "capture", "a", "b:", "st\\u0065ering"]), inner), max_size=3
+        ).map(lambda items: "{" + ", ".join(f'"{key}": {value}' for key, value in items) + "}")
+    ),
+    max_leaves=8,
+)
+
+
+@given(pairs)
+def test_the_fast_parser_finds_the_same(text: str) -> None:
+    """Catches duplicate keys that msgspec hides, and fields that it reads otherwise than Python's parser."""
+    found = find_fields(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(field_scanner, "_without_duplicates", lambda body: None)
+        slow = find_fields(text.encode())
+    assert found.fields == slow.fields
+    assert str(found.problem) == str(slow.problem)
+    assert found.document is None or (found.document == json.loads(text) and slow.problem is None)
 
 
 def test_duplicates_outside_the_fields_are_ignored() -> None:

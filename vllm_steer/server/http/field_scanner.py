@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_FIELD, FIELDS
 from vllm_steer.spec.condition import STOP_FIELD
@@ -52,6 +54,8 @@ class Found:
     """Names of the fields that are present and not null."""
     problem: SteeringError | None = None
     """A problem of the body that its parsed form no longer shows."""
+    document: dict[str, Any] | None = None
+    """The whole body, if it has fields and no object in it has duplicate keys; otherwise it may be None."""
 
 
 def may_hold_fields(data: bytes) -> bool:
@@ -104,8 +108,11 @@ def find_fields(body: bytes, parents: tuple[str, ...] = _WRONG_PARENTS) -> Found
         body: The body.
         parents: Paths of objects that must not contain fields.
     """
+    document = _without_duplicates(body)
+    unique = document is not None
     try:
-        document = json.loads(body, object_pairs_hook=_object)
+        if not unique:
+            document = json.loads(body, object_pairs_hook=_object)
     except json.JSONDecodeError:
         return Found()
     except (ValueError, RecursionError) as error:  # huge numbers, wrong encodings, deep nesting
@@ -124,7 +131,32 @@ def find_fields(body: bytes, parents: tuple[str, ...] = _WRONG_PARENTS) -> Found
                 )
                 return Found((name,), problem)
     fields = tuple(name for name in FIELDS if document.get(name) is not None or name in _duplicates(document))
+    if unique:
+        return Found(fields, document=document if fields else None)
     return Found(fields, _duplicate(document, fields))
+
+
+def _without_duplicates(body: bytes) -> dict[str, Any] | None:
+    """Return the object of a body that certainly has no duplicate keys, otherwise None.
+
+    msgspec reads numbers ten times faster than Python's parser and refuses more, but it hides duplicate keys. Each key
+    has a colon, so there are none if the remaining keys are as many as the colons. A colon in a text returns None.
+    """
+    try:
+        document = msgspec.json.decode(body)
+        unique = isinstance(document, dict) and _num_keys(document) == body.count(b":")
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return document if unique else None
+
+
+def _num_keys(value: Any) -> int:
+    """Return the number of keys of all objects in a value. Lists that begin with another value count as 0."""
+    if isinstance(value, dict):
+        return len(value) + sum(map(_num_keys, value.values()))
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return sum(map(_num_keys, value))
+    return 0
 
 
 def _has_field(name: str, inner: dict[str, Any]) -> bool:

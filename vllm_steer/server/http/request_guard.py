@@ -26,6 +26,7 @@ from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response, error_status
 from vllm_steer.server.http.field_scanner import OVERLAP, find_fields, form_field, form_names, is_utf8, may_hold_fields
 from vllm_steer.server.http.misspelt_fields import FormNames, find_misspelt, is_refused
+from vllm_steer.server.http.packed_bodies import pack_body
 from vllm_steer.server.http.readout_results import ReadoutWriter
 from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.server.http.running_requests import BATCH_ROUTE, RESPONSES_ROUTE
@@ -199,7 +200,7 @@ class RequestGuard:
             problem = f"exceeds {limit >> 20} MiB with steering or capture fields; raise --steering-max-body-mib"
             self._raise(BodyTooLargeError("body", problem))
         if suspect:
-            await self._check_fields(body)
+            body = await self._check_fields(body)
         if self._path in UNSTEERABLE_ROUTES:
             await self._refuse_misspelt(find_misspelt(body))
         return {"type": "http.request", "body": body, "more_body": False}
@@ -209,12 +210,13 @@ class RequestGuard:
             problem = f"{error.problem}; {self._path} cannot steer: use one of {', '.join(STEERABLE_ROUTES)}"
             self._raise(SteeringError(error.field, problem))
 
-    async def _check_fields(self, body: bytes) -> None:
+    async def _check_fields(self, body: bytes) -> bytes:
+        """Check the fields of a body and return the body, with packed vectors."""
         found = find_fields(body)
         if found.problem is not None:
             self._raise(found.problem)
         if not found.fields:
-            return
+            return body
         name = found.fields[0]
         try:
             require_field_rights(found.fields)
@@ -231,6 +233,7 @@ class RequestGuard:
             self._raise(SteeringError(name, NOT_ENABLED))
         if CAPTURE_FIELD in found.fields:
             await self._check_stored_captures()
+        return body if found.document is None else pack_body(body, found.document)
 
     async def _check_stored_captures(self) -> None:
         """Refuse the capture if the owner's stored captures have used up its share of the store."""
