@@ -191,7 +191,7 @@ class Driver:
             raise RuntimeError(f"the application did not start: {started.result()}")
 
     async def post(self, path: str, body: bytes, *, tell: bool = False) -> bytes:
-        """Post a body and return that of the response."""
+        """Post a body and return the response's body."""
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,

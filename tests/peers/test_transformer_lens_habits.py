@@ -99,7 +99,7 @@ def test_functions_get_the_hook_by_name(model: HookedTransformer, function: Any,
 
 
 def test_rows_of_several_prompts_are_refused(model: HookedTransformer) -> None:
-    """Catches rows of the first prompt put into all prompts, when a function returns those of the batch."""
+    """Catches rows of the first prompt put into all prompts if a function returns rows of the batch."""
     batch = torch.zeros(2, 3, HIDDEN)
     with pytest.raises(RuntimeError, match=r"rows of shape \[1, 3, 4\], not \[2, 3, 4\]"):
         model.run_with_hooks(PROMPTS, return_type=None, fwd_hooks=[(NAME, lambda rows, hook: batch)])
@@ -144,7 +144,7 @@ def test_generated_text(model: HookedTransformer) -> None:
     assert model.generate("one") == "one!"
     assert model.generate(torch.tensor([1, ord("a")])) == "<s>a!"
     for arguments, message in (
-        ({"prompt": "one", "verbose": False}, "verbose: there is no progress bar"),
+        ({"prompt": "one", "verbose": False}, "verbose: a progress bar is not shown"),
         ({"prompt": "one", "do_sample": True}, "do_sample: .*temperature=0"),
         ({"prompt": ["one", "two"]}, "prompt: has 2 prompts"),
     ):

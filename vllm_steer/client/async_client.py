@@ -111,7 +111,7 @@ class AsyncClient:
         Returns:
             The grids, as `PatchingStudy.sweep` returns them.
         """
-        # As events: a study may run for longer than a connection without data is kept.
+        # Studies are received as events, because connections without data are closed during long ones.
         async with aclosing(self._stream_study({**study, "return_file": True})) as events:
             async for event in events:
                 if event["event"] == "summary":

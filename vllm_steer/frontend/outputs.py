@@ -199,7 +199,7 @@ def record_stop(state: Any, stop_reason: Any) -> None:
     running: RunningCapture | None = getattr(state, _CAPTURE, None)
     if running is None or running.readouts is None or not running.readouts.stopped_by(stop_reason):
         return
-    # A client's stop string may begin with the same text. Without a tokenizer there are no stop strings.
+    # A client's stop string may begin with the same text. Requests without a tokenizer have none.
     if stop_reason not in getattr(state.detokenizer, "stop", ()):
         setattr(state, _STOPPED, True)
         add("readout_stops", model_name=running.manager.model_name)

@@ -342,7 +342,7 @@ def test_rejects_websocket_events_with_fields(nested: bool, engine: FakeEngine) 
 
 @pytest.mark.parametrize(("root", "path"), [("/behind", f"/behind{ROUTE}"), ("/behind", ROUTE), ("/", ROUTE)])
 async def test_ignores_the_root_path(engine: FakeEngine, root: str, path: str) -> None:
-    """Catches refusals of all steered requests behind a proxy, and with the root path `/`, which is no prefix."""
+    """Catches refusals of all steered requests behind a proxy, and with the root path `/`."""
     client = client_of(make_app(engine, root_path=root))
     assert (await client.post(path, json=FIELDS)).json()["steered"] is True
 

@@ -185,8 +185,8 @@ class HookedTransformer:
         """Return the prompt's text with the generated text, greedy by default.
 
         Args:
-            prompt: One prompt, as for :meth:`run_with_cache`. Of a text, special tokens that the tokenizer adds, such
-                as BOS, are not part of the result.
+            prompt: One prompt, as for :meth:`run_with_cache`. Special tokens that the tokenizer adds to a
+                text, such as BOS, are not part of the result.
             max_new_tokens: Most tokens to generate.
             **kwargs: Arguments of ``SamplingParams``.
 

@@ -44,7 +44,7 @@ GENERATING = {
     "prepend_bos": ARGUMENTS["prepend_bos"],
     "padding_side": ARGUMENTS["padding_side"],
     "return_type": "the result is a text; use llm.generate for tokens",
-    "verbose": "there is no progress bar; omit it",
+    "verbose": "a progress bar is not shown; omit it",
 }
 """Arguments of ``generate`` that are not supported, with the reason."""
 _WEIGHTS = "the model runs with its own weights; omit it"

@@ -80,7 +80,7 @@ class ReadoutFeed:
         return self._values(*self._reader.take(num_forwarded(self._state)))
 
     def _awaits_prompt(self) -> bool:
-        """Return whether the engine may not have sent all records of the prompt, because there is no output yet.
+        """Return whether the engine may not have sent all records of the prompt, which is certain only with an output.
 
         An event can come before: a stream of chat completions begins all choices when the first one has an output.
         """
