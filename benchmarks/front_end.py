@@ -144,7 +144,10 @@ def measure_stream(fields: dict[str, Any] | None, context: EngineContext) -> flo
         state.detokenizer.num_output_tokens = partial(getattr, state.detokenizer, "num")
         processor.request_states[state.request_id] = state
         if params is not None:
-            begin_capture(processor, SimpleNamespace(request_id=state.request_id, sampling_params=params))
+            request = SimpleNamespace(
+                request_id=state.request_id, sampling_params=params, mm_features=None, prompt_is_token_ids=None
+            )
+            begin_capture(processor, request)
             http[i].readouts[0] = ReadoutFeed(state)
     index = RowIndex(tuple(processor.request_states), ((20,),) * BATCH, RECORDS)
     rows = np.random.default_rng(3).standard_normal((BATCH, 20), dtype="f4").view("u1")
