@@ -162,6 +162,8 @@ def test_saved_values_compute_as_tensors(model: StandardizedTransformer) -> None
             len(saved[0])
         with pytest.raises(SteeringError, match="exists after the trace"):
             torch.stack(saved)
+        with pytest.raises(SteeringError, match="rows have no values within the trace"):
+            bool(saved[0] == saved[1])
     rows = [each.value for each in saved]
     assert torch.equal(torch.stack(saved), torch.stack(rows))
     assert torch.equal(torch.cat(tensors=saved, dim=-1), torch.cat(rows, dim=-1))
@@ -174,6 +176,8 @@ def test_saved_values_compute_as_tensors(model: StandardizedTransformer) -> None
         (abs(-first) ** 2, rows[0] ** 2),
         (first < second, rows[0] < rows[1]),
         (first >= second, rows[0] >= rows[1]),
+        (first == second, rows[0] == rows[1]),
+        (first != second, rows[0] != rows[1]),
         (probs[0] * 2, probs.value[0] * 2),
         (torch.from_numpy(np.asarray(second)), rows[1]),
     ):

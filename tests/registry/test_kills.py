@@ -89,6 +89,6 @@ def test_killed_writers_lose_no_changes(backend: Backend) -> None:
 
 def test_early_acknowledgement_is_detected(backend: Backend) -> None:
     """Negative control: the test detects modules that are acknowledged before they are stored."""
-    # As many kills as above: not every kill hits a change that is underway.
+    # Some kills hit no change that is underway, so there are as many as above.
     _, lost, _, _ = run(backend.location, ROUNDS, "early")
     assert lost

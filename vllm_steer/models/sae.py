@@ -56,20 +56,11 @@ _DECODER_FACTORS = ("finetuning_scaling_factor", "scaling_factor")
 _FEATURE_AXES: Mapping[str, int] = {
     **dict.fromkeys(("W_enc", "w_enc"), 1),
     **dict.fromkeys(
-        (
-            *_DECODERS,
-            *_DECODER_FACTORS,
-            "encoder.weight",
-            "encoder.bias",
-            "b_enc",
-            "threshold",
-            "b_gate",
-            "r_mag",
-            "b_mag",
-        ),
+        (*_DECODERS, *_DECODER_FACTORS, "encoder.weight", "encoder.bias",
+         "b_enc", "threshold", "b_gate", "r_mag", "b_mag"),
         0,
     ),
-}
+}  # fmt: skip
 """Axis of the features of each tensor that has one."""
 
 

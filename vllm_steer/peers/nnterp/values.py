@@ -89,6 +89,14 @@ class Value:
     def __matmul__(self, other: Any) -> Any:
         return self._compute("__matmul__", other)
 
+    def __eq__(self, other: object) -> Any:
+        return self._compute("__eq__", other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compute("__ne__", other)
+
+    __hash__ = object.__hash__
+
     def __lt__(self, other: Any) -> Any:
         return self._compute("__lt__", other)
 

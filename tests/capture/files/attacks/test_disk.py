@@ -265,8 +265,8 @@ class TestRoot:
         assert ids(tmp_path / "home" / "acts") == ["request"]
         with pytest.raises(SteeringError, match="root: is empty; name a directory"):
             FilesystemConsumer(root="")
-        with pytest.raises(SteeringError, match="root: cannot write captures to ~nobody-of-this-name/acts"):
-            FilesystemConsumer(root="~nobody-of-this-name/acts")
+        with pytest.raises(SteeringError, match="root: cannot write captures to ~unknown-user/acts"):
+            FilesystemConsumer(root="~unknown-user/acts")
         assert [*tmp_path.iterdir()] == [tmp_path / "home"]
 
     def test_failures_leak_no_descriptor(self, tmp_path, disk, monkeypatch):
