@@ -9,6 +9,8 @@ import pytest
 
 from tests.conformance.part import selected
 from tests.conformance.quantised import CACHES, SCHEMES, Scheme, examine
+from tests.wrong_taps import late_layer
+from vllm_steer.models import install
 
 # The first scheme that every CPU computes in every run, the others in turn, as the architectures.
 ALWAYS = next(scheme for scheme in SCHEMES if not scheme.avx512)
@@ -37,3 +39,12 @@ def test_hook_points_with_a_quantised_cache(scheme: Scheme, tmp_path: Path) -> N
     """Catches edits that reach the cache of other tokens, and rows that change by more than the cache rounds."""
     skip_without_kernel(scheme)
     examine(scheme, tmp_path)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in TURN if scheme.max_miss is not None], ids=str)
+def test_wider_limits_reject_late_taps(scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a limit of a scheme's own that accepts edits one sublayer late."""
+    skip_without_kernel(scheme)
+    monkeypatch.setattr(install, "_pair_layer", late_layer("pair", "input_layernorm"))
+    with pytest.raises(AssertionError, match="ablate at pre_attn of layer 1, by hooks: off by"):
+        examine(scheme, tmp_path)
