@@ -132,7 +132,7 @@ def started(what: str, unit: str, bound: Bound, key: str, sign: int, form: str) 
     """
 
     def figure(fits: Fits) -> Figure | None:
-        for name in (*names("gpu-start*llama-8b*.json"), *names("gpu-serve*llama-8b*.json")):
+        for name in (*reversed(names("gpu-start*llama-8b*.json")), *reversed(names("gpu-serve*llama-8b*.json"))):
             result = read(name)
             servers = result["servers"]
             if fits("server", result) and all(key in servers.get(each, {}) for each in ("stock", "steering")):

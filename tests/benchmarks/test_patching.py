@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from benchmarks.patching import BATCH, CHECKED, GROUPS, prompts_of, summarise
+from benchmarks.patching import BATCH, CHECKED, GROUPS, prompts_of, summarise, too_far
 
 
 def test_ratios_are_those_of_one_round() -> None:
@@ -32,3 +32,13 @@ def test_groups_fill_their_batches(name: str) -> None:
     group = GROUPS[name]
     assert group.prompt_tokens % BATCH == 0 and group.prompt_tokens >= CHECKED
     assert group.engine["max_model_len"] > group.prompt_tokens
+
+
+def test_distances_are_judged_by_the_rounding_of_the_hooks() -> None:
+    """Catches grids that differ from the hooks, and a limit below the rounding of the hooks themselves."""
+    measured = {"batched": 0.445, "requests": 0.646, "study": 0.766}
+    assert too_far(measured, "batched", 0.6) == {}
+    assert too_far({**measured, "study": 1.4}, "batched", 0.6) == {"study": 1.4}
+    assert too_far({"batched": 1.0, "study": 2.0}, "batched", 0.6) == {"batched": 1.0}
+    assert list(too_far({"batched": 0.0, "study": float("nan")}, "batched", 1e-4)) == ["study"]
+    assert too_far({"batched": 1e-6, "study": 2e-4}, "batched", 1e-4) == {"study": 2e-4}
