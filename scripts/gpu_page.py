@@ -47,7 +47,7 @@ def gpu_failures(table: MakeTable) -> str:
     failed = [each for run in runs for each in run["failed"]]
     if not failed:
         return "All tests of the last [GPU runs](../reference/features.md#on-a-gpu) passed.\n"
-    shown = "".join(f"* `{each.removeprefix('tests.gpu.')}`\n" for each in failed)
+    shown = "".join(f"* `{each.removeprefix('tests.gpu.')}`\n" for each in dict.fromkeys(failed))
     notes = [run["note"] for run in runs if run["failed"] and run.get("note")]
     text = (
         "These tests failed in the last [GPU runs](../reference/features.md#on-a-gpu), so a GPU has not proven\n"

@@ -4,38 +4,62 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from measured import RESULTS
+from measured import RESULTS, machine_of
 from steps_page import MakeTable
 
 
 def speed(table: MakeTable) -> str:
     """Return the section on cells per second, from the results of ``patching.py``."""
     result = _read("patching.json")
-    setup, environment = result["setup"], result["environment"]
+    environment = result["environment"]
+    return (
+        f"One sweep on one machine ({environment['device']}, {environment['cpus']} cores, one thread per process, vLLM "
+        f"{environment['vllm']}; `benchmarks/results/patching.json`):\n{_setup(result)}.\nThe ways took turns in "
+        f"{result['setup']['rounds']} rounds; the table has medians, and the ratio to the first way within a round with "
+        "its minimum and maximum.\nThe last column is the largest distance of checked cells from the hooks, in nats "
+        "(`python -m benchmarks.patching`). The machine was not idle: beside the\nbenchmark ran "
+        f"{environment['beside']}.\n\n"
+        + _ways(result, table)
+        + f"\n{100 * result['hit_rate_offline']:.0f} % of the prompt tokens of the offline study came from the prefix cache. "
+        "The model is so small that a step's\nfixed costs, not its arithmetic, take most of the time. The loops hold all of the "
+        "machine; the engine serves other requests meanwhile.\n"
+        + _on_gpu(table)
+    )
+
+
+def _on_gpu(table: MakeTable) -> str:
+    """Return the part about a model of 8 billion parameters on a GPU."""
+    result = _read("gpu-patching-llama-8b.json")
+    return (
+        f"\nThe same on one {machine_of(result)} (`benchmarks/results/gpu-patching-llama-8b.json`): {_setup(result)}, "
+        f"{result['setup']['rounds']} rounds. {result.get('note', '')}".rstrip()
+        + "\n\n"
+        + _ways(result, table)
+    )
+
+
+def _setup(result: Mapping[str, Any]) -> str:
+    setup = result["setup"]
+    return (
+        f"{setup['cells']:,} cells, {setup['layers']} layers and {setup['prompt_tokens']} positions of a random Llama with "
+        f"hidden size {setup['hidden_size']:,} in {setup['dtype']}"
+    )
+
+
+def _ways(result: Mapping[str, Any], table: MakeTable) -> str:
     rows = [
         (
             way,
             f"{found['cells_per_second']:.1f}",
             "{:.2f} ({:.2f} to {:.2f})".format(*found["ratio"]),
-            f"{result['largest_distance_from_hooks'][way]:.1g}",
+            f"{result['largest_distance_from_hooks'][way]:.2g}",
         )
         for way, found in result["ways"].items()
     ]
-    return (
-        f"One sweep of {setup['cells']} cells: {setup['layers']} layers, {setup['prompt_tokens']} positions, a random Llama "
-        f"with hidden size {setup['hidden_size']} in {setup['dtype']}, on one\nmachine ({environment['device']}, "
-        f"{environment['cpus']} cores, one thread per process, vLLM {environment['vllm']}). The ways took turns in "
-        f"{setup['rounds']} rounds; the table has medians, and the ratio\nto the first way within a round with its minimum "
-        "and maximum. The last column is the largest distance of checked cells from the hooks, in nats\n"
-        f"(`python -m benchmarks.patching`, `benchmarks/results/patching.json`). The machine was not idle: beside the benchmark ran {environment['beside']}.\n\n"
-        + table(("way", "cells per second", "ratio to the first", "distance"), rows)
-        + f"\n{100 * result['hit_rate_offline']:.0f} % of the prompt tokens of the offline study came from the prefix cache. "
-        "The model is so small that a step's\nfixed costs, not its arithmetic, take most of the time. The loops hold all of the "
-        "machine; the engine serves other requests meanwhile.\nThe group `llama-8b` of the benchmark, a model of 8 billion "
-        "parameters on a GPU, has not been run yet.\n"
-    )
+    return table(("way", "cells per second", "ratio to the first", "distance"), rows)
 
 
 def hits(table: MakeTable) -> str:

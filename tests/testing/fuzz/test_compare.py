@@ -81,6 +81,24 @@ def test_different_rows_status_or_finish_reason_fail(changes: dict[str, Any], me
     assert message in str(verdict(answer(**changes))[0])
 
 
+def test_few_rows_in_bfloat16_may_be_outliers() -> None:
+    """Catches a limit that the rounding of single rows exceeds, and one that accepts wrong rows."""
+    right = torch.ones(40, 8)
+    request = Request(name="r", prompt=list(range(38)), max_tokens=3, capture=REQUEST.capture)
+
+    def problem(rows: list[int], distance: float, dtype: str = "bfloat16") -> str:
+        got = right.clone()
+        got[rows] *= 1 + distance
+        given = answer(rows=got), answer(rows=right)
+        return str(compare(request, *given, Tolerance.of(dtype), Counts()))
+
+    assert problem(list(range(40)), 0.07) == problem([3], 0.19) == problem([3, 9], 0.19) == "None"
+    assert "(3 such rows)" in problem([3, 9, 30], 0.19)
+    assert "(1 such rows)" in problem([3], 0.3)
+    assert "(1 such rows)" in problem([3], float("nan"))
+    assert "(1 such rows)" in problem([3], 3e-3, "float32")
+
+
 def test_refusal_passes_only_if_the_tables_are_too_small() -> None:
     assert verdict(Answer(refused="needs 5 table rows; the engine allows 4"))[0] is None
     assert verdict(Answer(refused="needs more than 4 token segments, the engine's max_segments"))[0] is None

@@ -27,18 +27,22 @@ class Tolerance:
 
     Attributes:
         row: Distance of a captured row from the reference row, relative to the norm of the reference row.
+        outlier: Distance that one row in 20 may have, and one row of a shorter capture.
         logprob: Absolute difference of a log-probability.
         tie: Difference in log-probability up to which another token counts as a tie with the likeliest one.
     """
 
     row: float
+    outlier: float
     logprob: float
     tie: float
 
     @classmethod
     def of(cls, dtype: str) -> Tolerance:
         """Return the tolerance for models of ``dtype``."""
-        return cls(2e-3, 1e-2, 1e-2) if dtype == "float32" else cls(0.08, 0.5, 0.5)
+        # In bfloat16, attention between nearly equal scores turns the rounding of some rows into large distances: the
+        # default model's rows are 0.024 from those in float32 in the median, 1 % are 0.11 away and 0.1 % are 0.2 away.
+        return cls(2e-3, 2e-3, 1e-2, 1e-2) if dtype == "float32" else cls(0.08, 0.2, 0.5, 0.5)
 
 
 @dataclass
@@ -183,7 +187,11 @@ def _compare_rows(
         scale = expected.norm(dim=1).clamp(min=1.0)
         # NaN compares as false, so it counts as different.
         distance = (rows - expected).norm(dim=1) / scale
-        bad = (~(distance <= (20 * tolerance.row if readout else allowed))).nonzero().flatten().tolist()
+        if form is None and not readout and int((~(distance <= allowed)).sum()) <= max(len(rows) // 20, 1):
+            limit = tolerance.outlier
+        else:
+            limit = 20 * tolerance.row if readout else allowed
+        bad = (~(distance <= limit)).nonzero().flatten().tolist()
         if bad:
             where = "reduced" if reduced and not readout else f"position {positions[bad[0]]}"
             difference = f"the row differs by {float(distance[bad[0]]):.3g} of its norm ({len(bad)} such rows)"
