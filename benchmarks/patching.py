@@ -246,6 +246,7 @@ def main() -> None:
     if arguments.rounds:
         group = group._replace(rounds=arguments.rounds)
     prepare_environment()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # vLLM's default: requests are added while the engine runs
     import torch
     import vllm
 
