@@ -62,7 +62,8 @@ GROUPS: dict[str, PatchingGroup] = {
     # Needs one GPU with 80 GiB: three copies of 16 GiB of weights and two caches.
     "llama-8b": PatchingGroup(
         SHAPES["llama-8b"], "bfloat16", 64, 5,
-        {"max_model_len": 2048, "kv_cache_memory_bytes": 6 << 30, "gpu_memory_utilization": 0.3}, 0.6,  # an H200 had 0.45
+        {"max_model_len": 2048, "kv_cache_memory_bytes": 6 << 30, "gpu_memory_utilization": 0.3},
+        0.6,  # 0.45 on an H200
     ),
 }  # fmt: skip
 
@@ -224,7 +225,7 @@ def summarise(rounds: list[dict[str, float]], reference: str) -> dict[str, Any]:
 def too_far(worst: Mapping[str, float], batched: str, rounding: float) -> dict[str, float]:
     """Return the ways whose distance from the hooks is not explained by rounding; NaN is not.
 
-    The two loops of hooks compute the same values with other batch sizes, so their distance is the size of the rounding.
+    The two loops of hooks compute the same values with other batch sizes, so their distance shows the rounding.
 
     Args:
         worst: Largest distance of each way from the loop with one cell per pass, in nats.

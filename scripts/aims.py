@@ -175,11 +175,10 @@ def kernels(shape: str) -> Aim:
             result = read(name)
             if result["shape"] == shape and result.get("plain_code") and fits("idle steps", result):
                 equal = bool(result["variants"]["idle"]["equal"])
-                text, sources = "equal" if equal else "different", [(name, result)]
+                text = "equal" if equal else "different"
                 if not equal and (other := _same_list(name, result)) is not None:
-                    equal, text = True, "equal to stock vLLM's list in another run, not in its own"
-                    sources.append((other, read(other)))
-                return Figure({"": float(equal)}, sources, text)
+                    equal, text = True, f"equal to stock vLLM's in another run ({other.removesuffix('.json')})"
+                return Figure({"": float(equal)}, [(name, result)], text)
         return None
 
     return Aim(f"kernels of an idle step with plain code, {shape}", "list", Bound(1, 1, "equal to stock vLLM's"),

@@ -25,8 +25,7 @@ def speed(table: MakeTable) -> str:
         + _ways(result, table)
         + f"\n{100 * result['hit_rate_offline']:.0f} % of the prompt tokens of the offline study came from the prefix cache. "
         "The model is so small that a step's\nfixed costs, not its arithmetic, take most of the time. The loops hold all of the "
-        "machine; the engine serves other requests meanwhile.\n"
-        + _on_gpu(table)
+        "machine; the engine serves other requests meanwhile.\n" + _on_gpu(table)
     )
 
 
