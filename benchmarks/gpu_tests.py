@@ -114,7 +114,7 @@ def summarize(found: Mapping[str, Any]) -> str:
     else:
         parts = [f"{found.get('passed', 0)} passed"]
     parts += [f"{found['skipped']} skipped"] if found.get("skipped") else []
-    return "; ".join([*parts, *(f"**failed**: {each}" for each in found["failed"])])
+    return "; ".join([*parts, *(f"**failed**: {each}" for each in dict.fromkeys(found["failed"]))])
 
 
 def run_command(command: list[str], env: dict[str, str], log: Path, limit: float) -> str:

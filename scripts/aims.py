@@ -62,6 +62,8 @@ class Aim(NamedTuple):
     """Batches at which the bound holds; default: all."""
     form: str = RATIO
     """Format of each value, with its unit."""
+    has_note: bool = False
+    """Whether the result's note is shown, for results without a section of their own."""
 
 
 def cost(
@@ -140,7 +142,7 @@ def started(what: str, unit: str, bound: Bound, key: str, sign: int, form: str) 
                 return Figure({"": sign * (servers["steering"][key] - servers["stock"][key])}, [(name, result)])
         return None
 
-    return Aim(what, unit, bound, "server", figure, form=form)
+    return Aim(what, unit, bound, "server", figure, form=form, has_note=True)
 
 
 def _same_list(name: str, result: Mapping[str, Any]) -> str | None:
@@ -177,7 +179,7 @@ def kernels(shape: str) -> Aim:
                 equal = bool(result["variants"]["idle"]["equal"])
                 text = "equal" if equal else "different"
                 if not equal and (other := _same_list(name, result)) is not None:
-                    equal, text = True, f"equal to stock vLLM's in another run ({other.removesuffix('.json')})"
+                    text = f"different in this run, equal to stock vLLM's in another ({other.removesuffix('.json')})"
                 return Figure({"": float(equal)}, [(name, result)], text)
         return None
 
@@ -274,7 +276,8 @@ AIMS: Sequence[Aim] = (
             "{:+.1f} s"),
     started(_STARTS, "memory taken from the key-value cache", Bound(high=1, text="≤ +1 GiB"), "cache_gib", -1,
             "{:+.2f} GiB"),
-    Aim("patching on a GPU", "cells per second", None, "patching", patching, form="{:.1f} cells/s"),
+    Aim("patching on a GPU", "cells per second", None, "patching", patching, form="{:.1f} cells/s",
+        has_note=True),
     Aim("peers beside this project, ratio to their stock vLLM", "throughput", None, "captured steps", peers),
     Aim("GPU tests", "runs", Bound(1, text="all pass"), "captured steps", tested),
     host("captured rows to pinned memory", "GB/s", Bound(5, text="≥ 5 GB/s"), "gpu-pinned.json", "row copies",
@@ -289,7 +292,7 @@ AIMS: Sequence[Aim] = (
 
 def table_of_aims(table: MakeTable) -> str:
     """Return the table, with the version and the number of rows measured on the present code."""
-    rows, of_this_build = [], 0
+    rows, of_this_build, measured = [], 0, 0
     for aim in AIMS:
         now = aim.figure(current)
         found = now or aim.figure(of_any_code)
@@ -298,13 +301,16 @@ def table_of_aims(table: MakeTable) -> str:
             rows.append((aim.what, aim.unit, target, NOT_MEASURED, "", ""))
             continue
         of_this_build += now is not None
+        measured += 1
         source = _source(aim.kind, found) if now else f"{_source(None, found)}; {CHANGED}"
+        if aim.has_note and (note := found.sources[0][1].get("note")):
+            source += f". {note}"
         rows.append((aim.what, aim.unit, target, _shown(aim, found), source, _reached(aim, found)))
     share = _tables_share()
     rows.append(("tables at defaults, llama-8b", "memory", "≤ 1 % of the weights", f"{100 * share:.2f} %", "computed",
                  "yes" if share <= 0.01 else "no"))  # fmt: skip
     return (
-        f"vllm-steer {__version__}; {of_this_build} of {len(AIMS)} rows were measured on the present code:\n\n"
+        f"vllm-steer {__version__}; {of_this_build} of {measured} measured figures are of the present code:\n\n"
         + table(("workload", "figure", "target", "last measurement", "build and GPU", "reached"), rows)
     )
 

@@ -214,8 +214,8 @@ def page(table: MakeTable) -> str:
         + frontier_page.section(table)
         + "\n## By their layers\n\n"
         "These are multimodal wrappers, and a few other models without a row of their own. vllm-steer steers the language model, whose\n"
-        "layers are proven above, and never the towers. If a wrapper's config names the language model, the engine checks its layers at\n"
-        "start.\n\n"
+        "layers are proven above or by `tests/gpu/test_architectures.py`, or inherit from such layers, and never the towers. If a wrapper's\n"
+        "config names the language model, the engine checks its layers at start.\n\n"
         + table(("architecture", "decoder layers"), _two(found, WRAPPED))
         + (
             "\n## Outstanding\n\nTheir recipes need a proof, and such a run failed or was not made. The engine refuses them\n"

@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 SHOWN: Final[Mapping[str, str]] = {
-    "a mix of all that one engine does": "random combinations of all features (`vllm-steer fuzz`)",
+    "a mix of all that one engine does": "random combinations of features ([`vllm-steer fuzz`](../design/oracle.md))",
     "draft models and EAGLE heads, which are not steered": "speculative decoding, draft model and EAGLE",
     "dummy batches of data parallel ranks": "empty batches of idle data-parallel ranks",
     "expert parallel (on CPU with the kernel's ids repaired)": "expert parallel (on a CPU; the test corrects the "

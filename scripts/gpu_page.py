@@ -44,14 +44,18 @@ def gpu_outcome(test: str) -> str | None:
 def gpu_failures(table: MakeTable) -> str:
     """Return the sentences of the page on limitations about the tests that failed in the last runs."""
     runs = read_runs().values()
-    failed = [each for run in runs for each in run["failed"]]
+    failed = [
+        f"`{each.removeprefix('tests.gpu.')}` ({run['covers'].replace('``', '`')})"
+        for run in runs
+        for each in run["failed"]
+    ]
     if not failed:
         return "All tests of the last [GPU runs](../reference/features.md#on-a-gpu) passed.\n"
-    shown = "".join(f"* `{each.removeprefix('tests.gpu.')}`\n" for each in dict.fromkeys(failed))
+    shown = "".join(f"* {each}\n" for each in dict.fromkeys(failed))
     notes = [run["note"] for run in runs if run["failed"] and run.get("note")]
     text = (
-        "These tests failed in the last [GPU runs](../reference/features.md#on-a-gpu), so a GPU has not proven\n"
-        "these cases:\n\n"
+        "The last [GPU runs](../reference/features.md#on-a-gpu) failed in these cases, which a GPU has therefore not\n"
+        "proven:\n\n"
     )
     return text + shown + "".join(f"\n{textwrap.fill(note, 120)}\n" for note in notes)
 

@@ -15,9 +15,10 @@ from steps_page import MakeTable, compiled, kernels_of, plain_code_kernels, seco
 HEAD = """# Performance
 
 Each row shows its newest measurement: the value for each batch or concurrency in brackets, the result in `benchmarks/results` with its
-GPU and date, and whether code that the figure depends on has changed since. The sections below have all figures of the present
+GPU and date, and whether code that the figure depends on has changed since. The sections below have the details of results of the present
 code; [earlier builds](performance-history.md) has the others. Figures without a unit are ratios to stock vLLM in the same run. A target
-holds for every batch shown, and its bounds are compared with the last measurement.
+holds for every batch shown, and its bounds are compared with the last measurement, also where the machine's noise is larger than the
+bound (see "two stock engines"). Results with torch 2.11 are from GPU hosts with a torch of their own; vLLM 0.32 pins 2.13.
 
 """
 
@@ -27,8 +28,9 @@ METHOD = """
 A stock engine and a steered engine run side by side on one GPU and take turns (`python -m benchmarks.cost`;
 `benchmarks/results` has all raw times).
 
-* *Per token*: time per output token while all requests run, from the fastest repetitions of both engines, because other work on
-  the host only adds time; then the median, minimum and maximum of the ratios of single repetitions.
+* *Per token*: ratio of the times per output token in the fastest repetition of each engine, because other work on the host only adds
+  time; in brackets the median, minimum and maximum of the ratios of single repetitions, which the first ratio can be outside of.
+  *By pair*: the median for each pair of engines, if there were several.
 * *First token*: time of the whole batch with one token each. Each repetition is combined with the next one, in which the engines
   run in the opposite order, because the engine that waited starts more slowly. For small batches this figure has little meaning:
   a run takes one or two model steps, depending on whether requests arrive before or after the first step starts.
@@ -48,14 +50,14 @@ REMAINING = """
   before the first layer, where it can be edited and captured, instead of being fused into the first norm. In layers with
   a single tensor (Granite, GPT-2) the compiler no longer fuses an addition with the following norm.
 * The host limits models whose GPU steps are shorter than their Python code, such as a 0.6 B model at batch 1.
-* Steered sites add launches of neighbouring taps without work: the taps of a quarter of the layers in steps of up to 64 tokens,
-  and those between layers, or all, in larger steps.
+* A step that edits or captures at one site also launches taps without work: in steps of up to 64 tokens those of a quarter of the
+  layers, in larger steps those between layers, or all.
 * Requests with new vectors carry them to the engine, which delays their first token (`benchmarks/results/program-hops.json` has
   the times of encoding, sending, receiving and decoding).
 * Captured rows of many requests (2 MiB per step for one layer at batch 256) are copied once in the engine process and sent to the
   front end over a socket.
 * A captured request adds its consumer's thread and the encoding of its results to the API server's CPU time, more than the
-  aim of 0.3 ms on a slow machine (`benchmarks/results/captured-responses.json`, against an earlier build). One layer to files
+  aim of 0.3 ms (`benchmarks/results/captured-responses.json`, against an earlier build). One layer to files
   cannot reach the aim: receiving, copying and writing the rows alone takes longer (`benchmarks/results/request-cpu.json`).
   On hosts with slow cores this limits the throughput of captures at high concurrency; `--api-server-count` spreads the work over
   several processes.

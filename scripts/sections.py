@@ -12,7 +12,7 @@ import frontier_page
 import patching_sections
 import peer_sections
 from gpu_page import gpu_failures, next_version
-from measured import newest_costs, of_any_code
+from measured import current, newest_costs, of_any_code, read
 from serve_page import start
 from steps_page import MakeTable
 
@@ -41,6 +41,13 @@ COSTS = (
     Cost("capture one layer, all tokens", "capture one layer, all tokens", "1000", "0.82 (vllm-lens, eager)"),
 )
 
+SERVED = {
+    "vector": "server: an own vector in each request",
+    "probes": "server: 16 probes at one layer, all tokens",
+    "capture": "server: one layer to files, all tokens",
+}
+"""Rows of the README's table that are measured through the server, by way of ``benchmarks/serve.py``."""
+
 PUBLISHED = [
     ("EasySteer", "R1-Distill-Qwen-1.5B, 256 prompts", "steer 1 layer / 28 layers", "throughput 0.89 / 0.76"),
     ("EasySteer", "R1-Distill-Qwen-1.5B, 256 prompts", "256 different configurations", "throughput 0.18"),
@@ -60,10 +67,17 @@ def costs(table: MakeTable) -> str:
         ratios = (found.figures.get(figure) for figure in ("throughput", "per token"))
         shown = ("" if value is None else f"{value:.2f}{'' if now else '²'}" for value in ratios)
         rows.append((cost.workload, f"{int(cost.batch):,}", *shown, cost.published))
+    served = read("gpu-serve-llama-8b.json")
+    mark = "" if current("server", served) else "²"
+    for each in served["figures"]:
+        if each["concurrency"] == 256 and each["way"] in SERVED:
+            shown = (f"{each[figure][0]:.2f}{mark}" for figure in ("tokens_per_second", "token_ms"))
+            rows.append((SERVED[each["way"]], "256", *shown, ""))
     return (
         "A model with the layer sizes of Llama 3.1 8B and random weights, on one GPU. The figures are ratios to stock\n"
         "vLLM with compilation and CUDA graphs, measured in turns on the same GPU. They come from the results that\n"
-        "[Performance](docs/reference/performance.md) shows with their targets:\n\n"
+        "[Performance](docs/reference/performance.md) shows with their targets, beside what steering adds to\n"
+        "the start of a server and to the first token:\n\n"
         + table(("workload", "requests", "throughput", "time per token", "throughput published by others¹"), rows)
         + "\n¹ On other models and machines; see [comparison](docs/explanation/comparison.md).\n"
         + ("² Of an [earlier build](docs/reference/performance-history.md).\n" if "²" in str(rows) else "")

@@ -14,7 +14,9 @@ TEXT = """
 A steering server beside stock `vllm serve` on one {machine}, driven in turn by the client of `vllm bench serve`
 (`python -m benchmarks.serve`, {date}, vLLM {vllm}, torch {torch}; `benchmarks/results/{name}`): {prompt} random
 prompt tokens and {output} generated tokens per request, {requests}. Ratios within a round: median, minimum and maximum.
-*CPU*: milliseconds that a request adds to stock vLLM's CPU time in the API server and in the engine core. {note}
+*CPU*: milliseconds that a request adds to stock vLLM's CPU time in the API server and in the engine core.
+Captured requests end at different times, presumably so that new ones do not arrive in waves and get their first token
+sooner. {note}
 
 """
 
@@ -23,7 +25,10 @@ def served(name: str, table: MakeTable) -> str:
     """Return the section of one result."""
     result = read(name)
     setup = result["setup"]
-    loads = ", ".join(f"{count:,} requests at concurrency {at}" for at, count in setup["requests"].items())
+    shown = {str(each["concurrency"]) for each in result["figures"]}
+    loads = ", ".join(
+        f"{count:,} requests at concurrency {at}" for at, count in setup["requests"].items() if at in shown
+    )
     rows = [
         (
             each["way"],
@@ -44,15 +49,19 @@ def served(name: str, table: MakeTable) -> str:
     return (
         TEXT.format(**about).replace(" \n", "\n")
         + table(heads, rows)
-        + f"\nStarts, with {setup['caches']} compile caches:\n\n"
-        + table(("server", "seconds", "key-value cache, GiB", "tokens"), starts)
+        + (
+            f"\nStarts, with {setup['caches']} compile caches:\n\n"
+            + table(("server", "seconds", "key-value cache, GiB", "tokens"), starts)
+            if starts
+            else ""
+        )
     )
 
 
 START = """
 With the layer sizes of Llama 3.1 8B on an {machine}, a server with steering started {later:.0f} s later than stock vLLM
 ({steered:.0f} s against {stock:.0f} s, with empty compile caches) and had {less:.2f} GiB less KV cache
-([Performance](../reference/performance.md)). `--no-steering-plain-code` omits the second compilation.
+([Performance](../reference/performance.md)). {note}`--no-steering-plain-code` omits the second compilation.
 """.lstrip()
 
 
@@ -66,6 +75,7 @@ def start(table: MakeTable) -> str:
         steered=steering["start_seconds"],
         later=steering["start_seconds"] - stock["start_seconds"],
         less=stock["cache_gib"] - steering["cache_gib"],
+        note=f"{note} " if (note := result.get("note", "")) else "",
     )
 
 

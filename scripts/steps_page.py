@@ -28,8 +28,8 @@ The compiler numbers its kernels in the order in which it makes them; the number
 PLAIN_CODE = """
 ## Kernels with plain code
 
-With plain code (`--steering-plain-code`), an idle step runs a second compilation of the model, which has no taps. Its
-list, compared with stock vLLM's:
+With plain code (`--steering-plain-code`, the default on a GPU), an idle step runs a second compilation of the model,
+which has no taps. Its list, compared with stock vLLM's:
 
 """
 

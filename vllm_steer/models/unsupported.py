@@ -45,6 +45,7 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
 }
 
 UNSUPPORTED_ARCHITECTURES: Final[Mapping[str, str]] = {
+    "DiffusionGemmaForBlockDiffusion": "it is a diffusion language model: its tokens are not generated in order",
     "NanbeigeForCausalLM": (
         "vLLM runs it with Transformers, which has no class of it, so its layers are remote code that comes with each "
         "checkpoint; no proof of one checkpoint's code holds for another's"
