@@ -8,6 +8,8 @@ that no token reached are known at the end: a stream that has any gets one more 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
 
@@ -27,8 +29,14 @@ class AppliedFieldWriter:
         self._start: Message | None = None
         self._is_stream = self._done = self._ended = False
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Send a message of the application."""
+        if self._done and message.get("more_body", False) and not message.get("body", b"").endswith(DONE):
+            return self._send(message)  # hot path: each token of a stream after the first
+        return self._send_edge(message)
+
+    async def _send_edge(self, message: Message) -> None:
+        """Send the start of a response, the body of a JSON response, or the first or last events of a stream."""
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             kind = headers.get("content-type", "")
