@@ -218,6 +218,23 @@ def damaged(folder: Path) -> str:
     return str(folder)
 
 
+def damaged_array(folder: Path) -> str:
+    written = write(folder, "params.npz", {"W_enc": W, **SCOPE})
+    data = bytearray((folder / "params.npz").read_bytes())
+    data[60:80] = bytes(255 - each for each in data[60:80])
+    (folder / "params.npz").write_bytes(data)
+    return written
+
+
+def encrypted(folder: Path) -> str:
+    written = write(folder, "params.npz", {"W_enc": W, **SCOPE})
+    data = bytearray((folder / "params.npz").read_bytes())
+    data[6] |= 1
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    (folder / "params.npz").write_bytes(data)
+    return written
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -241,6 +258,8 @@ def damaged(folder: Path) -> str:
         (with_skip, "transcoders"),
         (pickled, "floating-point"),
         (damaged, "cannot be read"),
+        (damaged_array, "cannot be read"),
+        (encrypted, "cannot be read"),
         (short_bias, "b_enc has 19 numbers, expected 20"),
         (not_finite, "not finite"),
     ],

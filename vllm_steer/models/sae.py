@@ -18,8 +18,10 @@ than the encoder reads. ``params.npz`` has no configuration: lower-case keys (``
 from __future__ import annotations
 
 import json
+import lzma
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +50,8 @@ _HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, 
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 """Readers of the headers of arrays by the version of their format."""
+_ARCHIVE_ERRORS = (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+"""Errors of damaged, encrypted or unknown archives, of their compression and of their arrays."""
 _DECODERS = ("W_dec", "w_dec")
 _SKIPS = ("W_skip", "affine_skip_connection")
 """Weights of transcoders with a skip connection."""
@@ -256,7 +260,7 @@ def _open_npz(path: Path, field: str, form: str, config: Mapping[str, Any], feat
                 if size > most:
                     raise SteeringError(field, f"{member} of {path} is larger than its shape {shape}")
                 shapes[member.removesuffix(".npy")] = shape
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, NotImplementedError) as error:
+    except _ARCHIVE_ERRORS as error:
         raise SteeringError(field, f"{path} cannot be read: {str(error)[:200]}") from None
 
     def read(name: str) -> FloatArray:
@@ -271,7 +275,7 @@ def _open_npz(path: Path, field: str, form: str, config: Mapping[str, Any], feat
                 # Without pickled objects, which is the default.
                 whole = np.asarray(np.lib.format.read_array(file), dtype=np.float32)  # type: ignore[no-untyped-call]
                 return whole[part]
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except _ARCHIVE_ERRORS as error:
             raise SteeringError(field, f"{name} of {path} cannot be read: {str(error)[:200]}") from None
 
     return _Files(field, form, config, shapes, read)
