@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
-from transformers import CohereConfig, DeepseekV32Config, LlamaConfig
+from transformers import BloomConfig, CohereConfig, DeepseekV32Config, FalconConfig, LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
 from tests.engine.conftest import close
@@ -68,6 +68,17 @@ def test_reports_points_from_the_configuration(report: CapabilityReport) -> None
     assert (recipe.layer_class.rpartition(".")[2], recipe.post_attn_in_front_of) == ("CohereDecoderLayer", None)
     assert [conflict.setting for conflict in report.conflicts] == [conflict.setting for conflict in CONFLICTS]
     assert not any(conflict.present for conflict in report.conflicts)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture"), [(BloomConfig(), "BloomForCausalLM"), (FalconConfig(alibi=True), "FalconForCausalLM")]
+)
+def test_examines_models_with_alibi(config: PretrainedConfig, architecture: str, tmp_path: Path) -> None:
+    """Catches a model that vLLM cannot build without data, because it reads the slopes of ALiBi as numbers."""
+    config.update({"architectures": [architecture], "num_hidden_layers": LAYERS})
+    config.save_pretrained(tmp_path)
+    report = reported(str(tmp_path))
+    assert (report.problem, report.num_layers) == (None, LAYERS)
 
 
 @pytest.mark.usefixtures("known")

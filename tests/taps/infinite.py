@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens with a component that is infinite or NaN, read or not covered by an edit, for the definition and the kernel."""
+"""Tokens with an infinite or NaN component, read or not covered by an edit, for the definition and the kernel."""
 
 from __future__ import annotations
 

@@ -144,23 +144,29 @@ def _build_on_meta(vllm_config: Any) -> Any:
         init_distributed_environment(1, 0, f"file://{Path(folder) / 'store'}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         dtype = set_default_torch_dtype(vllm_config.model_config.dtype)
-        with dtype, torch.device("meta"), _scalars_on_cpu():
+        with dtype, torch.device("meta"), _numbers_of_meta_tensors():
             return initialize_model(vllm_config)
 
 
-def _scalars_on_cpu() -> Any:
-    """Return a context in which ``torch.tensor(number)`` makes a tensor with a value, which some models read."""
+def _numbers_of_meta_tensors() -> Any:
+    """Return a context in which models can read numbers that they compute while they are built.
+
+    ``torch.tensor(number)`` makes a tensor with a value, and ``tolist`` of a tensor without data, such as the slopes of
+    ALiBi, returns zeros: the outline does not depend on them.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
-    class ScalarsOnCpu(TorchFunctionMode):
+    class NumbersOfMetaTensors(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if function is torch.tensor and args and isinstance(args[0], (int, float)):
                 kwargs = {"device": "cpu", **kwargs}
+            if function is torch.Tensor.tolist and args[0].is_meta:
+                return torch.zeros_like(args[0], device="cpu").tolist()
             return function(*args, **kwargs)
 
-    return ScalarsOnCpu()
+    return NumbersOfMetaTensors()
 
 
 def main() -> None:

@@ -50,7 +50,10 @@ _HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, 
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 """Readers of the headers of arrays by the version of their format."""
-_ARCHIVE_ERRORS = (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+_ARCHIVE_ERRORS = (
+    *(OSError, EOFError, ValueError, KeyError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
 """Errors of damaged, encrypted or unknown archives, of their compression and of their arrays."""
 _DECODERS = ("W_dec", "w_dec")
 _SKIPS = ("W_skip", "affine_skip_connection")
