@@ -50,6 +50,8 @@ _HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, 
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 """Readers of the headers of arrays by the version of their format."""
+_HOOK_KEYS, _HEAD_KEYS = ("hook_name", "hook_point"), ("hook_head_index", "hook_point_head_index")
+"""Settings of SAELens for the place of an autoencoder, by their present and their older names."""
 _ARCHIVE_ERRORS = (
     *(OSError, EOFError, ValueError, KeyError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
@@ -375,15 +377,20 @@ def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
     normalization = config.get("normalize_activations", "none")
     if normalization not in ("none", False, None):
         raise files.refuse(f"normalize_activations {shown(normalization)} is not supported; fold it into the weights")
-    if config.get("reshape_activations", "none") not in ("none", None):
-        raise files.refuse("reshape_activations is not supported: such rows are not rows of the stream")
-    if any(isinstance(each, dict) and each.get("hook_head_index") is not None for each in (config, metadata)):
+    described = [each for each in (config, metadata) if isinstance(each, dict)]
+    hooks = [str(each[key]) for each in described for key in _HOOK_KEYS if each.get(key)]
+    # Old files of SAELens do not have the setting, which follows from the hook.
+    reshaped = "hook_z" if any("hook_z" in hook for hook in hooks) else "none"
+    if config.get("reshape_activations", reshaped) not in ("none", None):
+        raise files.refuse("reshape_activations is not supported: such rows (hook_z) are not rows of the stream")
+    if any(each.get(key) is not None for each in described for key in _HEAD_KEYS):
         raise files.refuse("autoencoders of one attention head are not supported")
     architecture = config.get("architecture", "standard")
     function = config.get("activation_fn", config.get("activation_fn_str", "relu"))
-    if architecture == "standard" and function == "topk":
-        # Files of SAELens before version 6.
-        architecture, config = "topk", {**config, **(config.get("activation_fn_kwargs") or {})}
+    if architecture == "topk" or (architecture == "standard" and function == "topk"):
+        # Files of SAELens before version 6 have `k` here.
+        given = config.get("activation_fn_kwargs")
+        architecture, config = "topk", {**config, **(given if isinstance(given, dict) else {})}
     elif architecture == "standard" and function != "relu":
         raise files.refuse(f"activation_fn {shown(function)} is not supported; use relu or topk")
     rescaled = _is_rescaled(files)
