@@ -56,8 +56,9 @@ def _reason(error: Exception) -> str:
 def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, Any]) -> None:
     from vllm_steer.compat.internals import EngineArgs
     from vllm_steer.compat.version import CONFLICTS
+    from vllm_steer.models.centring import centring_of
     from vllm_steer.models.discovery import find_decoder
-    from vllm_steer.models.sae import encoder_bytes, encoder_shape
+    from vllm_steer.models.sae import check_encoder, encoder_bytes
     from vllm_steer.points import points_on
     from vllm_steer.program.dynamic import SAE_PREFIX
     from vllm_steer.taps.tables import table_bytes, table_shapes
@@ -100,7 +101,8 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
     )
     facts["tables"] = table_bytes(shapes)
     for name, folder in config.saes.items():
-        facts["tables"][SAE_PREFIX + name] = encoder_bytes(encoder_shape(folder, f"steering_config.saes.{name}"))
+        shape = check_encoder(folder, f"steering_config.saes.{name}", facts["hidden_size"], centring_of(decoder))
+        facts["tables"][SAE_PREFIX + name] = encoder_bytes(shape)
 
 
 def import_architecture(model: str) -> None:

@@ -18,7 +18,6 @@ than the encoder reads. ``params.npz`` has no configuration: lower-case keys (``
 from __future__ import annotations
 
 import json
-import lzma
 import struct
 import zipfile
 import zlib
@@ -52,10 +51,7 @@ _HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, 
 """Readers of the headers of arrays by the version of their format."""
 _HOOK_KEYS, _HEAD_KEYS = ("hook_name", "hook_point"), ("hook_head_index", "hook_point_head_index")
 """Settings of SAELens for the place of an autoencoder, by their present and their older names."""
-_ARCHIVE_ERRORS = (
-    *(OSError, EOFError, ValueError, KeyError, RuntimeError),
-    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
-)
+_ARCHIVE_ERRORS = (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """Errors of damaged, encrypted or unknown archives, of their compression and of their arrays."""
 _DECODERS = ("W_dec", "w_dec")
 _SKIPS = ("W_skip", "affine_skip_connection")
@@ -103,17 +99,31 @@ class _Files:
         return found
 
 
-def encoder_shape(folder: str, field: str) -> tuple[int, int]:
+def encoder_shape(folder: str, field: str, hidden_size: int | None = None) -> tuple[int, int]:
     """Return hidden size and number of features of an autoencoder, from the headers of its files.
 
     Args:
         folder: Folder of the autoencoder.
         field: Path of the setting, for errors.
+        hidden_size: The model's hidden size; None for any.
 
     Raises:
-        SteeringError: The folder has no autoencoder of a known format.
+        SteeringError: The folder has no autoencoder of a known format, or it has another width.
     """
-    return _shape_of(_open(folder, field))
+    hidden, features = _shape_of(_open(folder, field))
+    if hidden_size not in (None, hidden):
+        raise SteeringError(field, f"has width {hidden}, but this model's hidden size is {hidden_size}")
+    return hidden, features
+
+
+def check_encoder(folder: str, field: str, hidden_size: int, centring: Centring) -> tuple[int, int]:
+    """Return :func:`encoder_shape`, or raise SteeringError if an engine would refuse the autoencoder.
+
+    Of the weights, only one feature is read.
+    """
+    shape = encoder_shape(folder, field, hidden_size)
+    _encoder_of(_open(folder, field, 0), hidden_size, 1, centring)
+    return shape
 
 
 def _shape_of(files: _Files) -> tuple[int, int]:
