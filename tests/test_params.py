@@ -3,10 +3,11 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import SamplingParams, set_live_id
+from vllm_steer.params import IDLE_KEY, SamplingParams, compile_fields, set_live_id
 
 
 @pytest.mark.parametrize(
@@ -61,3 +62,15 @@ def test_live_ids_can_be_encoded():
     request = SimpleNamespace(request_id="\ud800", sampling_params=SamplingParams(extra_args={"other": 1}))
     made = set_live_id(request)
     assert made.encode() and request.sampling_params.extra_args == {"other": 1, "steer_live": made}
+
+
+def test_edits_that_add_nothing():
+    """Catches an edit that adds 0 to a feature, which is left out of the program and missing in `no_effect`."""
+    place = {"kind": "feature", "point": "post_block", "layers": 1, "sae": "topics", "feature": 3}
+    edits = [
+        {**place, "add": 0.0},
+        {**place, "set": 0.0},
+        {**place, "add": 2.0, "strength": 0.0},
+        {**place, "add": 2.0},
+    ]
+    assert msgspec.msgpack.decode(compile_fields({"steering": edits})[IDLE_KEY]) == ["steering[0]", "steering[2]"]

@@ -22,6 +22,7 @@ from cachetools import LRUCache
 from vllm_steer.compat.internals import SamplingParams as VllmSamplingParams
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program
+from vllm_steer.program.compiler import strength_of
 from vllm_steer.program.program_files import ProgramFileCache, fetch_program
 from vllm_steer.spec import (
     CaptureSpec,
@@ -113,7 +114,7 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
         compiled[PROGRAM_KEY] = program.encode_cached()
         if any(edit.is_pending for edit in program.edits):
             compiled[FEATURES_KEY] = b""
-    if idle := [path for path, edit in edits if edit.strength == 0.0]:
+    if idle := [path for path, edit in edits if strength_of(edit) == 0.0]:
         compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
     if captures:
         compiled[CAPTURE_KEY] = encode_specs(captures)

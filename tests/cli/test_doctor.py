@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
-from transformers import CohereConfig, DeepseekV32Config, LlamaConfig
+from transformers import BloomConfig, CohereConfig, DeepseekV32Config, FalconConfig, LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
 from tests.engine.conftest import close
+from tests.models.test_sae import write as write_sae
 from tests.tiny import HIDDEN, LAYERS, make_llm, save_tiny_llama
 from vllm_steer import SteeringConfig
 from vllm_steer.cli import doctor as command
@@ -68,6 +70,38 @@ def test_reports_points_from_the_configuration(report: CapabilityReport) -> None
     assert (recipe.layer_class.rpartition(".")[2], recipe.post_attn_in_front_of) == ("CohereDecoderLayer", None)
     assert [conflict.setting for conflict in report.conflicts] == [conflict.setting for conflict in CONFLICTS]
     assert not any(conflict.present for conflict in report.conflicts)
+
+
+@pytest.mark.parametrize(
+    ("config", "width", "problem"),
+    [
+        ({}, HIDDEN, None),
+        ({}, HIDDEN + 1, f"has width {HIDDEN + 1}, but this model's hidden size is {HIDDEN}"),
+        ({"normalize_activations": "layer_norm"}, HIDDEN, "normalize_activations 'layer_norm' is not supported"),
+    ],
+)
+def test_refuses_autoencoders_like_the_engine(
+    config: dict[str, str], width: int, problem: str | None, tmp_path: Path
+) -> None:
+    """Catches an autoencoder of another width or kind that doctor accepts and the engine refuses."""
+    LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    tensors = {"W_enc": np.ones((width, 8), "f4"), "b_enc": np.ones(8, "f4"), "b_dec": np.ones(width, "f4")}
+    folder = write_sae(tmp_path / "sae", "sae_weights.safetensors", tensors, config)
+    report = reported(str(tmp_path), "--sae", f"topics={folder}")
+    assert (report.problem is None) == (problem is None)
+    assert problem is None or problem in str(report.problem)
+    assert report.table_bytes.get("sae:topics") == (None if problem else 4 * (8 * width + 4 * 8 + width))
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture"), [(BloomConfig(), "BloomForCausalLM"), (FalconConfig(alibi=True), "FalconForCausalLM")]
+)
+def test_examines_models_with_alibi(config: PretrainedConfig, architecture: str, tmp_path: Path) -> None:
+    """Catches a model that vLLM cannot build without data, because it reads the slopes of ALiBi as numbers."""
+    config.update({"architectures": [architecture], "num_hidden_layers": LAYERS})
+    config.save_pretrained(tmp_path)
+    report = reported(str(tmp_path))
+    assert (report.problem, report.num_layers) == (None, LAYERS)
 
 
 @pytest.mark.usefixtures("known")

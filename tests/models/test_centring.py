@@ -94,7 +94,7 @@ def test_setting_is_ignored_where_transformer_lens_ignores_it(tmp_path: Path) ->
     np.testing.assert_array_equal(read_encoder(folder, "f", "ignore").subtracted, B_DEC)
 
 
-@pytest.mark.parametrize("hook", ["blocks.8.attn.hook_z", "blocks.8.ln2.hook_normalized", None])
+@pytest.mark.parametrize("hook", ["blocks.8.mlp.hook_post", "blocks.8.ln2.hook_normalized", None])
 def test_other_rows_are_refused(hook: str | None, tmp_path: Path) -> None:
     """Catches a mean subtracted from rows that the setting does not change, or that are not known."""
     with pytest.raises(SteeringError, match="not supported with hook_name"):

@@ -79,6 +79,9 @@ CASES: dict[str, tuple[Callable[[Path], str], Any]] = {
         saelens(architecture="batchtopk", rescale_acts_by_decoder_norm=True),
         np.where(PRE * NORMS > THRESHOLD, relu(PRE * NORMS), 0),
     ),
+    "saelens topk of version 5": (
+        saelens(architecture="topk", activation_fn_str="topk", activation_fn_kwargs={"k": K}), top(relu(PRE))
+    ),
     "saelens topk": (saelens(architecture="topk", k=K), top(relu(PRE))),
     "saelens topk, rescaled": (
         saelens(architecture="topk", k=K, rescale_acts_by_decoder_norm=True), top(relu(PRE * NORMS))
@@ -218,6 +221,23 @@ def damaged(folder: Path) -> str:
     return str(folder)
 
 
+def damaged_array(folder: Path) -> str:
+    written = write(folder, "params.npz", {"W_enc": W, **SCOPE})
+    data = bytearray((folder / "params.npz").read_bytes())
+    data[60:80] = bytes(255 - each for each in data[60:80])
+    (folder / "params.npz").write_bytes(data)
+    return written
+
+
+def encrypted(folder: Path) -> str:
+    written = write(folder, "params.npz", {"W_enc": W, **SCOPE})
+    data = bytearray((folder / "params.npz").read_bytes())
+    data[6] |= 1
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    (folder / "params.npz").write_bytes(data)
+    return written
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -227,7 +247,10 @@ def damaged(folder: Path) -> str:
         (saelens(architecture="topk", k=0), "k must be 1 to 20"),
         (saelens(activation_fn_str="tanh-relu"), "activation_fn"),
         (saelens(metadata={"hook_head_index": 3}), "one attention head"),
+        (saelens(hook_point_head_index=3), "one attention head"),
         (saelens(reshape_activations="hook_z"), "reshape_activations"),
+        (saelens(hook_point="blocks.3.attn.hook_z"), "reshape_activations"),
+        (saelens(architecture="topk", activation_fn_kwargs=[K]), "k must be 1 to 20"),
         (saelens(model_from_pretrained_kwargs=CENTRED), "center_writing_weights"),
         (saelens(metadata={"model_from_pretrained_kwargs": CENTRED}), "center_writing_weights"),
         (sparsify(transcode=True), "transcode is not supported"),
@@ -241,6 +264,8 @@ def damaged(folder: Path) -> str:
         (with_skip, "transcoders"),
         (pickled, "floating-point"),
         (damaged, "cannot be read"),
+        (damaged_array, "cannot be read"),
+        (encrypted, "cannot be read"),
         (short_bias, "b_enc has 19 numbers, expected 20"),
         (not_finite, "not finite"),
     ],

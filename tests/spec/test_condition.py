@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vllm_steer import Edit, SteeringError
@@ -68,6 +69,9 @@ def test_default_tokens() -> None:
         ({**ABOVE, "window": "latch", "release": {"above": 0.1, "below": 0.2}}, "when.release.above"),
         ({**ABOVE, "window": "latch", "sharpness": 2.0}, "when.sharpness"),
         ({**ABOVE, "sharpness": 0.0}, "when.sharpness"),
+        # 0 in float32, which means a step.
+        ({**ABOVE, "sharpness": 1e-46}, "when.sharpness"),
+        (np.array([1, 2]), "when"),
         ({**ABOVE, "window": "next"}, "when.window"),
         ({**ABOVE, "larger": 1.0}, "when"),
         ([ABOVE, {**ABOVE, "window": 3}], "when[1].window"),

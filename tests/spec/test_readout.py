@@ -54,6 +54,7 @@ def test_names_of_probes() -> None:
         ({"a": {**PROBE, "bias": float("nan")}}, "readouts.a.bias"),
         ({"a": {**PROBE, "sigmoid": 1}}, "readouts.a.sigmoid"),
         ({"a": {**PROBE, "positions": "first"}}, "readouts.a.positions"),
+        ({"a": {**PROBE, "positions": np.array([0, 1])}}, "readouts.a.positions"),
         ({"a": {**PROBE, "probe": [float("inf")]}}, "readouts.a.probe[0]"),
         ({"a": {**PROBE, "probe": "refusal"}}, "readouts.a.probe"),
         ({"a": {"projections": [[1.0]], "bias": 1.0, "point": "post_block", "layer": 3}}, "readouts.a.bias"),

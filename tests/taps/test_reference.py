@@ -100,5 +100,5 @@ def test_capture_stores_the_stream_before_and_after_edits() -> None:
 
 @pytest.mark.parametrize("with_other", [False, True])
 def test_reads_leave_infinite_values_unchanged(with_other: bool) -> None:
-    """Catches a token that is only captured, read or not covered, and yet is written: infinity becomes NaN."""
+    """Catches a token that is only captured, read or not covered, and yet is written, and a cosine of 0 of a NaN."""
     assert wrong_rows(apply_tap, with_other, torch.device("cpu")) == ""

@@ -171,9 +171,7 @@ def _autoencoders(
     heads: dict[str, Head] = {}
     for name, folder in config.saes.items():
         field = f"steering_config.saes.{name}"
-        width, features = encoder_shape(folder, field)
-        if width != hidden_size:
-            raise SteeringError(field, f"has width {width}, but this model's hidden size is {hidden_size}")
+        _, features = encoder_shape(folder, field, hidden_size)
         if get_tensor_model_parallel_rank() == 0:
             head = SparseEncoderHead(read_encoder(folder, field, centring), device)
             heads[SAE_PREFIX + name] = head

@@ -56,8 +56,9 @@ def _reason(error: Exception) -> str:
 def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, Any]) -> None:
     from vllm_steer.compat.internals import EngineArgs
     from vllm_steer.compat.version import CONFLICTS
+    from vllm_steer.models.centring import centring_of
     from vllm_steer.models.discovery import find_decoder
-    from vllm_steer.models.sae import encoder_bytes, encoder_shape
+    from vllm_steer.models.sae import check_encoder, encoder_bytes
     from vllm_steer.points import points_on
     from vllm_steer.program.dynamic import SAE_PREFIX
     from vllm_steer.taps.tables import table_bytes, table_shapes
@@ -100,7 +101,8 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
     )
     facts["tables"] = table_bytes(shapes)
     for name, folder in config.saes.items():
-        facts["tables"][SAE_PREFIX + name] = encoder_bytes(encoder_shape(folder, f"steering_config.saes.{name}"))
+        shape = check_encoder(folder, f"steering_config.saes.{name}", facts["hidden_size"], centring_of(decoder))
+        facts["tables"][SAE_PREFIX + name] = encoder_bytes(shape)
 
 
 def import_architecture(model: str) -> None:
@@ -144,23 +146,29 @@ def _build_on_meta(vllm_config: Any) -> Any:
         init_distributed_environment(1, 0, f"file://{Path(folder) / 'store'}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         dtype = set_default_torch_dtype(vllm_config.model_config.dtype)
-        with dtype, torch.device("meta"), _scalars_on_cpu():
+        with dtype, torch.device("meta"), _numbers_of_meta_tensors():
             return initialize_model(vllm_config)
 
 
-def _scalars_on_cpu() -> Any:
-    """Return a context in which ``torch.tensor(number)`` makes a tensor with a value, which some models read."""
+def _numbers_of_meta_tensors() -> Any:
+    """Return a context in which models can read numbers that they compute while they are built.
+
+    ``torch.tensor(number)`` makes a tensor with a value, and ``tolist`` of a tensor without data, such as the slopes of
+    ALiBi, returns zeros: the outline does not depend on them.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
-    class ScalarsOnCpu(TorchFunctionMode):
+    class NumbersOfMetaTensors(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if function is torch.tensor and args and isinstance(args[0], (int, float)):
                 kwargs = {"device": "cpu", **kwargs}
+            if function is torch.Tensor.tolist and args[0].is_meta:
+                return torch.zeros_like(args[0], device="cpu").tolist()
             return function(*args, **kwargs)
 
-    return ScalarsOnCpu()
+    return NumbersOfMetaTensors()
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,10 @@ _HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, 
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 """Readers of the headers of arrays by the version of their format."""
+_HOOK_KEYS, _HEAD_KEYS = ("hook_name", "hook_point"), ("hook_head_index", "hook_point_head_index")
+"""Settings of SAELens for the place of an autoencoder, by their present and their older names."""
+_ARCHIVE_ERRORS = (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""Errors of damaged, encrypted or unknown archives, of their compression and of their arrays."""
 _DECODERS = ("W_dec", "w_dec")
 _SKIPS = ("W_skip", "affine_skip_connection")
 """Weights of transcoders with a skip connection."""
@@ -94,17 +99,31 @@ class _Files:
         return found
 
 
-def encoder_shape(folder: str, field: str) -> tuple[int, int]:
+def encoder_shape(folder: str, field: str, hidden_size: int | None = None) -> tuple[int, int]:
     """Return hidden size and number of features of an autoencoder, from the headers of its files.
 
     Args:
         folder: Folder of the autoencoder.
         field: Path of the setting, for errors.
+        hidden_size: The model's hidden size; None for any.
 
     Raises:
-        SteeringError: The folder has no autoencoder of a known format.
+        SteeringError: The folder has no autoencoder of a known format, or it has another width.
     """
-    return _shape_of(_open(folder, field))
+    hidden, features = _shape_of(_open(folder, field))
+    if hidden_size not in (None, hidden):
+        raise SteeringError(field, f"has width {hidden}, but this model's hidden size is {hidden_size}")
+    return hidden, features
+
+
+def check_encoder(folder: str, field: str, hidden_size: int, centring: Centring) -> tuple[int, int]:
+    """Return :func:`encoder_shape`, or raise SteeringError if an engine would refuse the autoencoder.
+
+    Of the weights, only one feature is read.
+    """
+    shape = encoder_shape(folder, field, hidden_size)
+    _encoder_of(_open(folder, field, 0), hidden_size, 1, centring)
+    return shape
 
 
 def _shape_of(files: _Files) -> tuple[int, int]:
@@ -256,7 +275,7 @@ def _open_npz(path: Path, field: str, form: str, config: Mapping[str, Any], feat
                 if size > most:
                     raise SteeringError(field, f"{member} of {path} is larger than its shape {shape}")
                 shapes[member.removesuffix(".npy")] = shape
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, NotImplementedError) as error:
+    except _ARCHIVE_ERRORS as error:
         raise SteeringError(field, f"{path} cannot be read: {str(error)[:200]}") from None
 
     def read(name: str) -> FloatArray:
@@ -271,7 +290,7 @@ def _open_npz(path: Path, field: str, form: str, config: Mapping[str, Any], feat
                 # Without pickled objects, which is the default.
                 whole = np.asarray(np.lib.format.read_array(file), dtype=np.float32)  # type: ignore[no-untyped-call]
                 return whole[part]
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except _ARCHIVE_ERRORS as error:
             raise SteeringError(field, f"{name} of {path} cannot be read: {str(error)[:200]}") from None
 
     return _Files(field, form, config, shapes, read)
@@ -368,15 +387,20 @@ def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
     normalization = config.get("normalize_activations", "none")
     if normalization not in ("none", False, None):
         raise files.refuse(f"normalize_activations {shown(normalization)} is not supported; fold it into the weights")
-    if config.get("reshape_activations", "none") not in ("none", None):
-        raise files.refuse("reshape_activations is not supported: such rows are not rows of the stream")
-    if any(isinstance(each, dict) and each.get("hook_head_index") is not None for each in (config, metadata)):
+    described = [each for each in (config, metadata) if isinstance(each, dict)]
+    hooks = [str(each[key]) for each in described for key in _HOOK_KEYS if each.get(key)]
+    # Old files of SAELens do not have the setting, which follows from the hook.
+    reshaped = "hook_z" if any("hook_z" in hook for hook in hooks) else "none"
+    if config.get("reshape_activations", reshaped) not in ("none", None):
+        raise files.refuse("reshape_activations is not supported: such rows (hook_z) are not rows of the stream")
+    if any(each.get(key) is not None for each in described for key in _HEAD_KEYS):
         raise files.refuse("autoencoders of one attention head are not supported")
     architecture = config.get("architecture", "standard")
     function = config.get("activation_fn", config.get("activation_fn_str", "relu"))
-    if architecture == "standard" and function == "topk":
-        # Files of SAELens before version 6.
-        architecture, config = "topk", {**config, **(config.get("activation_fn_kwargs") or {})}
+    if architecture == "topk" or (architecture == "standard" and function == "topk"):
+        # Files of SAELens before version 6 have `k` here.
+        given = config.get("activation_fn_kwargs")
+        architecture, config = "topk", {**config, **(given if isinstance(given, dict) else {})}
     elif architecture == "standard" and function != "relu":
         raise files.refuse(f"activation_fn {shown(function)} is not supported; use relu or topk")
     rescaled = _is_rescaled(files)

@@ -88,7 +88,7 @@ def compile_program(
             _compile_condition(each, edit, readouts, numbers, condition_source(path, i, len(edit.when)))
             for i, each in enumerate(edit.when)
         )
-        if _feature_strength(edit) != 0.0 or edit.when or edit.live or edit.tokens.spans:
+        if strength_of(edit) != 0.0 or edit.when or edit.live or edit.tokens.spans:
             compiled_edits[number] = _compile_edit(edit, vectors, when, path)
     compiled_readouts = tuple(_compile_readout(readout, vectors) for readout in readouts)
     compiled_stops = tuple(_compile_stop(each, readouts, numbers, f"stop_on[{i}]") for i, each in enumerate(stops))
@@ -168,7 +168,7 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
         basis = vectors.add_rows(orthonormal.astype(np.float32))
         coordinates = _coordinates(vector.astype(np.float64) @ orthonormal.T, f"{path}.vector")
     elif edit.feature is not None:
-        return _compile_feature(edit, edit.feature, when).with_strength(_feature_strength(edit), ())
+        return _compile_feature(edit, edit.feature, when).with_strength(strength_of(edit), ())
     elif edit.num_rows is not None:
         rows = vectors.add_rows(vector)
     else:
@@ -195,7 +195,8 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
     return compiled.with_strength(compiled.strength, vectors.digests)
 
 
-def _feature_strength(edit: Edit) -> float:
+def strength_of(edit: Edit) -> float:
+    """Return the strength of an edit, multiplied by what an edit of a feature adds; 0 means that it changes nothing."""
     added = None if edit.feature is None else edit.feature.add
     return float(edit.strength) * (1.0 if added is None else added)
 

@@ -13,7 +13,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_STOP_TOKENS, MAX_STOPS
 from vllm_steer.spec.part import PartName, PromptPartName, SpanForm
 from vllm_steer.spec.references import read_name
-from vllm_steer.spec.scalars import did_you_mean, is_integer, read_choice, read_number, shown
+from vllm_steer.spec.scalars import FLOAT32_TINY, did_you_mean, is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName
 
 WindowName = Literal["token", "previous", "latch", "prompt"]
@@ -166,8 +166,11 @@ class Condition:
             if window == "latch":
                 raise SteeringError(f"{field}.sharpness", "a latch is on or off; omit sharpness or use another window")
             sharpness = read_number(sharpness, f"{field}.sharpness")
-            if sharpness <= 0:
-                raise SteeringError(f"{field}.sharpness", f"must be above 0, not {shown(sharpness)}")
+            # A smaller number is 0 in float32, which means a step instead of a sigmoid.
+            if sharpness < FLOAT32_TINY:
+                raise SteeringError(
+                    f"{field}.sharpness", f"must be at least {FLOAT32_TINY:.3g} (float32), not {shown(sharpness)}"
+                )
         alpha, count = given.get("alpha"), given.get("tokens")
         if alpha is None and over == "ema":
             raise SteeringError(f"{field}.alpha", "is missing; ema needs the weight of the newest value, such as 0.2")
@@ -230,7 +233,7 @@ def read_when(value: object, field: str = "when") -> tuple[Condition, ...]:
     Raises:
         SteeringError: ``value`` has another form.
     """
-    if value is None or value == ():
+    if value is None or (isinstance(value, tuple) and not value):
         return ()
     if not isinstance(value, (list, tuple)):
         return (Condition.parse(value, field),)

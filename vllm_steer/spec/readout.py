@@ -224,7 +224,8 @@ def _read_top_k(value: object, field: str) -> int:
 
 
 def _position_name(value: Any) -> Any:
-    return next((selector for name, selector in POSITIONS.items() if value == name), value)
+    # Comparing an array with a name would yield an array.
+    return next((selector for name, selector in POSITIONS.items() if isinstance(value, str) and value == name), value)
 
 
 def _read_directions(value: Any, kind: ReadoutKind, field: str) -> Projection | NamedProjection:

@@ -14,6 +14,8 @@ from vllm_steer.errors import SteeringError
 
 # Edits are computed in float32, where larger numbers become infinity.
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOAT32_TINY = float(np.finfo(np.float32).tiny)
+"""Smallest float32 number with full precision; some devices round smaller ones to 0."""
 
 Name = TypeVar("Name", bound=str)
 

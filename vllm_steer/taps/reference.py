@@ -195,7 +195,7 @@ def _read_and_gate(
         w, form = tables.vector[record[reads, 1].long()], numbers[reads, 1]
         score = (x[reads] * w).sum(-1)
         length = torch.linalg.vector_norm(x[reads], dim=-1) * torch.linalg.vector_norm(w, dim=-1)
-        score = torch.where(form >= 2, torch.where(length > 0, score / length, 0.0), score) + numbers[reads, 0]
+        score = torch.where(form >= 2, torch.where(length == 0, 0.0, score / length), score) + numbers[reads, 0]
         score = torch.where(form % 2 != 0, torch.sigmoid(score), score)
         tables.record[token[reads], record[reads, 3].long()] = score
     gates = ((record[:, 0] == ops.GATE) & computed).nonzero().squeeze(1)

@@ -122,7 +122,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                 score = tl.sum(x * v, axis=0)
                 if second_number >= 2.0:
                     length = tl.sqrt(tl.sum(x * x, axis=0)) * tl.sqrt(tl.sum(v * v, axis=0))
-                    score = tl.where(length > 0, score / length, 0.0)
+                    score = tl.where(length == 0, 0.0, score / length)
                 score += strength
                 score = tl.where((second_number == 1.0) | (second_number == 3.0), tl.sigmoid(score), score)
                 tl.store(own + columns, score, mask=computed)
