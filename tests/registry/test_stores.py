@@ -82,6 +82,20 @@ def test_rejects_changes_beyond_the_limits(backend: Backend) -> None:
     assert names(one) == ["a", "b"]
 
 
+def test_can_change_a_registry_beyond_its_size(backend: Backend) -> None:
+    """Catches global steering that cannot be cleared or reduced after a start with a lower `--steering-registry-mib`."""
+    one = registry(backend.open())
+    one.register("calm", base={"post_block": {1: vector(1)}})
+    one.register("joy", base={"post_block": {1: vector(2)}})
+    one.set(modules=["calm", "joy"])
+    one = registry(backend.open(), num_bytes=40)
+    assert [use.name for use in one.set(modules=["joy"]).modules] == ["joy"]
+    assert one.clear().digest is None
+    with pytest.raises(RegistryFullError, match="bytes of vectors"):
+        one.register("new", base={"post_block": {1: vector(3)}})
+    assert registry(backend.open()).status().digest is None
+
+
 def described(i: int, size: int = 300) -> dict[str, Any]:
     """Return small content with a long description: each of its characters takes six in the index."""
     return {"base": {"post_block": {1: vector(i)}}, "description": "\x01" * size}

@@ -353,7 +353,7 @@ class SteeringRegistry:
         set_registry_gauges(
             self._model_name,
             modules=len(snapshot.index.modules),
-            num_bytes=sum(module.num_bytes for module in snapshot.contents.values()),
+            num_bytes=snapshot.num_bytes,
             epoch=snapshot.epoch,
             global_steering=snapshot.steering_digest is not None,
         )
