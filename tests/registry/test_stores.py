@@ -83,7 +83,7 @@ def test_rejects_changes_beyond_the_limits(backend: Backend) -> None:
 
 
 def test_can_change_a_registry_beyond_its_size(backend: Backend) -> None:
-    """Catches global steering that cannot be cleared or reduced after a start with a lower `--steering-registry-mib`."""
+    """Catches global steering that cannot be cleared after a start with a lower `--steering-registry-mib`."""
     one = registry(backend.open())
     one.register("calm", base={"post_block": {1: vector(1)}})
     one.register("joy", base={"post_block": {1: vector(2)}})
