@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Global steering of the prompts of one HTTP request that vLLM adds one after another, such as the clips of a stream."""
+"""Global steering of prompts of one HTTP request that vLLM adds one after another, such as the clips of a stream."""
 
 from __future__ import annotations
 
