@@ -278,6 +278,17 @@ def test_damaged_global_steering_prevents_start(backend: Backend) -> None:
         registry(backend.open())
 
 
+def test_global_steering_that_cannot_be_served_is_named_at_start(backend: Backend) -> None:
+    """Catches a start that fails with the number of a module, without where it comes from and what to do."""
+    one = registry(backend.open())
+    one.register("calm", base={"post_block": {1: vector(1)}})
+    one.set(modules=["calm"])
+    with pytest.raises(
+        SteeringError, match=r"^steering registry: its global steering cannot be served: modules\[0\]: .* and clear it$"
+    ):
+        registry(backend.open(), max_norm=1)
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"version": 99}', '{"modules": {"x": 1}}', '{"epoch": "x"}'])
 def test_damaged_index_prevents_start(backend: Backend, text: str) -> None:
     """Catches a registry that starts empty because its index cannot be read."""
