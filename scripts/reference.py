@@ -330,7 +330,7 @@ def http() -> str:
         patch.make_router(None, 0),
     )
     routes = [route for router in routers for route in router.routes if isinstance(route, SteeringRoute)]
-    rows = [(f"`{' '.join(sorted(r.methods))}`", f"`{r.path}`", rights(r), r.summary or "") for r in routes]
+    rows = [(f"`{' '.join(sorted(r.methods))}`", f"`{r.path_format}`", rights(r), r.summary or "") for r in routes]
     answers = [
         (f"{status.value} {status.phrase}", f"`{kind}`", (cls.__doc__ or "").strip().partition("\n")[0])
         for cls, status, kind in ERRORS

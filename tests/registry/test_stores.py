@@ -82,6 +82,20 @@ def test_rejects_changes_beyond_the_limits(backend: Backend) -> None:
     assert names(one) == ["a", "b"]
 
 
+def test_can_change_a_registry_beyond_its_size(backend: Backend) -> None:
+    """Catches global steering that cannot be cleared after a start with a lower `--steering-registry-mib`."""
+    one = registry(backend.open())
+    one.register("calm", base={"post_block": {1: vector(1)}})
+    one.register("joy", base={"post_block": {1: vector(2)}})
+    one.set(modules=["calm", "joy"])
+    one = registry(backend.open(), num_bytes=40)
+    assert [use.name for use in one.set(modules=["joy"]).modules] == ["joy"]
+    assert one.clear().digest is None
+    with pytest.raises(RegistryFullError, match="bytes of vectors"):
+        one.register("new", base={"post_block": {1: vector(3)}})
+    assert registry(backend.open()).status().digest is None
+
+
 def described(i: int, size: int = 300) -> dict[str, Any]:
     """Return small content with a long description: each of its characters takes six in the index."""
     return {"base": {"post_block": {1: vector(i)}}, "description": "\x01" * size}
@@ -262,6 +276,17 @@ def test_damaged_global_steering_prevents_start(backend: Backend) -> None:
     backend.damage(digest, None)
     with pytest.raises(RegistryUnavailableError, match="missing"):
         registry(backend.open())
+
+
+def test_global_steering_that_cannot_be_served_is_named_at_start(backend: Backend) -> None:
+    """Catches a start that fails with the number of a module, without where it comes from and what to do."""
+    one = registry(backend.open())
+    one.register("calm", base={"post_block": {1: vector(1)}})
+    one.set(modules=["calm"])
+    with pytest.raises(
+        SteeringError, match=r"^steering registry: its global steering cannot be served: modules\[0\]: .* and clear it$"
+    ):
+        registry(backend.open(), max_norm=1)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": 99}', '{"modules": {"x": 1}}', '{"epoch": "x"}'])

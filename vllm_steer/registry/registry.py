@@ -22,7 +22,7 @@ from vllm_steer.program.feature import with_features
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.composer import RequestComposer
 from vllm_steer.registry.describe import describe_module, describe_modules, describe_steering
-from vllm_steer.registry.errors import UnknownModuleError
+from vllm_steer.registry.errors import FIELD, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.index import RegistryLimits, ResolvedModule
 from vllm_steer.registry.metadata import ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
@@ -96,7 +96,7 @@ class SteeringRegistry:
         self._features = FeatureReader({} if saes is None else saes, centring)
         self._model_name = model_name
         self._reported: Snapshot | None = None
-        self._check_global(self.snapshot())
+        self._check_stored(self.snapshot())
 
     @property
     def max_norm(self) -> float:
@@ -353,10 +353,25 @@ class SteeringRegistry:
         set_registry_gauges(
             self._model_name,
             modules=len(snapshot.index.modules),
-            num_bytes=sum(module.num_bytes for module in snapshot.contents.values()),
+            num_bytes=snapshot.num_bytes,
             epoch=snapshot.epoch,
             global_steering=snapshot.steering_digest is not None,
         )
+
+    def _check_stored(self, snapshot: Snapshot) -> None:
+        """Raise ``SteeringError`` unless the global steering that a registry has at start can be served."""
+        try:
+            self._check_global(snapshot)
+        except RegistryUnavailableError as error:
+            raise RegistryUnavailableError(
+                FIELD, f"its global steering cannot be read: {error}; restore the registry, or use another one"
+            ) from None
+        except SteeringError as error:
+            raise SteeringError(
+                FIELD,
+                f"its global steering cannot be served: {error}; use another registry, or start with the model and the "
+                "settings with which it was set, and clear it",
+            ) from None
 
     def _check_global(self, snapshot: Snapshot) -> None:
         """Raise ``SteeringError`` unless global steering works for every prompt, from the shortest to the longest."""

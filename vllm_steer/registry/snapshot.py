@@ -102,7 +102,7 @@ class Snapshot:
         versions = [version for version in old if version.digest != module.digest]
         versions.append(ModuleVersion(module.digest, metadata, registered))
         changed = self._next({**self.index.modules, name: tuple(versions[-limits.versions :])}, add=[module])
-        return changed._check_size(limits)
+        return changed._check_size(self, limits)
 
     def without(self, name: str, digest: str | None) -> Snapshot:
         """Return the snapshot without ``name``, or without that version of it."""
@@ -121,7 +121,7 @@ class Snapshot:
         steering = GlobalSteeringState(modules, content.digest if content.width else None)
         if steering == self.index.steering:
             return self
-        return self._next(self.index.modules, steering, [content])._check_size(limits)
+        return self._next(self.index.modules, steering, [content])._check_size(self, limits)
 
     def _next(
         self,
@@ -139,9 +139,15 @@ class Snapshot:
             {digest: problem for digest, problem in self.problems.items() if digest in needed - contents.keys()},
         )
 
-    def _check_size(self, limits: RegistryLimits) -> Snapshot:
-        size = sum(module.num_bytes for module in self.contents.values())
-        if size > limits.num_bytes:
+    @property
+    def num_bytes(self) -> int:
+        """Size of all vectors in bytes."""
+        return sum(module.num_bytes for module in self.contents.values())
+
+    def _check_size(self, old: Snapshot, limits: RegistryLimits) -> Snapshot:
+        size = self.num_bytes
+        # A change that adds no vectors is always accepted: a server may start with a limit below the present size.
+        if size > max(limits.num_bytes, old.num_bytes):
             raise RegistryFullError(
                 "module",
                 f"would increase the registry to {size} bytes of vectors; at most {limits.num_bytes} fit. "

@@ -59,7 +59,7 @@ def added_routes(app: FastAPI, before: set[int]) -> list[Route]:
 
 
 def filled(route: Route) -> str:
-    return route.path.replace("{name}", "calm").replace("{id}", "x" * 43)
+    return route.path_format.replace("{name}", "calm").replace("{id}", "x" * 43)
 
 
 async def test_every_steering_route_requires_its_right(path: Path) -> None:

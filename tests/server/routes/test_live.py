@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -62,15 +63,26 @@ class FakeEngine:
         return [[7]]
 
 
-async def change(strengths: dict[str, float], max_norm: float) -> httpx.Response:
-    """Return the response to a change of live strengths."""
+async def change(
+    strengths: dict[str, float], max_norm: float, own_id: str = "one", path: str = "one"
+) -> httpx.Response:
+    """Return the response to a change of live strengths of the request to which a client gave ``own_id``."""
     running, entry = RunningRequests(), RunningRequest(current_owner())
-    running.add_sample(entry, "cmpl-one-0", SAMPLE)
+    running.add_sample(entry, f"cmpl-{own_id}-0", SAMPLE)
     app = FastAPI()
     app.include_router(make_router(running, FakeEngine(max_norm)))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        return await client.post("/v1/steering/requests/one", json=strengths)
+        return await client.post(f"/v1/steering/requests/{path}", json=strengths)
+
+
+@pytest.mark.parametrize("own_id", ["run/42", "/run//42/", "a b?c", "%2F"])
+async def test_every_id_of_a_client_is_found(own_id: str) -> None:
+    """Catches ids with slashes that match no route, in `X-Request-Id` as well as in the id of the response."""
+    for given in (own_id, f"cmpl-{own_id}"):
+        response = await change({"push": 2.0}, 0.0, own_id, quote(given, safe=""))
+        assert response.status_code == 200, response.text
+        assert response.json()["id"] == given
 
 
 async def test_an_ended_request_whose_id_is_used_again() -> None:

@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 
 from tests.registry.modules import registry
-from tests.server.fakes import HIDDEN, engine_context
+from tests.server.fakes import HIDDEN, engine_context, vector
 from vllm_steer import Edit, SteeringError
+from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.requests import complete_params_async
+from vllm_steer.params import program_of
 from vllm_steer.patching.runner import Score, ScoreRequest
 from vllm_steer.server.studies.runner import FCFS_CONCURRENCY, PRIORITY, EngineRunner, StudyCancelledError
 
@@ -85,6 +88,44 @@ def test_cells_keep_the_limit_of_the_norm() -> None:
             await asyncio.to_thread(runner.capture, (1, 2, 3), {"post_block": [1]}, request(2.0).edits)
 
     asyncio.run(run())
+
+
+class SteeredEngine(Engine):
+    """Engine that records the number of edits of each request, and sets global steering after its first one."""
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__("fcfs")
+        self._context, self.edits = context, list[int]()
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int) -> AsyncIterator[Any]:
+        program = program_of(await complete_params_async(self, params))
+        self.edits.append(0 if program is None else len(program.edits))
+        self._context.registry.set(base={"post_block": {len(self.edits): vector()}})
+        async for output in super().generate(prompt, params, request_id, priority=priority):
+            yield output
+
+    @property
+    def input_processor(self) -> Any:
+        return SimpleNamespace(_steering_context=self._context)
+
+
+@pytest.mark.parametrize("steered_before", [False, True])
+def test_global_steering_changed_during_a_study_has_no_effect_on_it(steered_before: bool) -> None:
+    """Catches cells that run under another global steering than the baselines with which they are compared."""
+
+    async def run() -> list[int]:
+        context = engine_context()
+        if steered_before:
+            context.registry.set(base={"post_block": {0: vector()}})
+        engine = SteeredEngine(context)
+        runner = EngineRunner(engine, context, asyncio.get_running_loop(), lambda runs, size: None)
+        edit = Edit(kind="add", point="post_block", layers=1, vector=vector())
+        for edits in ((), (edit,)):
+            (score,) = await asyncio.to_thread(runner.score, [ScoreRequest((1, 2, 3), edits, (7,))])
+            assert score.error is None
+        return engine.edits
+
+    assert asyncio.run(run()) == [steered_before, steered_before + 1]
 
 
 def test_requests_of_a_cancelled_study_are_aborted() -> None:

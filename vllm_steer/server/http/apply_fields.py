@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
-from vllm_steer.compat.internals import ResponsesRequest, VLLMValidationError
+from vllm_steer.compat.internals import ResponsesRequest, SamplingParams, VLLMValidationError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.requests import check_beam_search
@@ -22,6 +22,7 @@ from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_FIELD,
     FIELDS,
+    MODULES_KEY,
     PROGRAM_KEY,
     PROMPT_KEY,
     compile_fields,
@@ -46,6 +47,8 @@ from vllm_steer.spec.readout import READOUTS_FIELD
 # The server runs all other tools itself and calls the model again with their results.
 _CLIENT_TOOLS = frozenset({"function", "custom"})
 MEMORY = MemoryConsumer.name
+_COMPOSED_KEYS = frozenset({APPLIED_KEY, MODULES_KEY, PROGRAM_KEY})
+"""Keys of parameters that were composed, or that are composed on their own."""
 
 
 class RequestRefused(VLLMValidationError, SteeringError):  # type: ignore[misc]
@@ -113,16 +116,36 @@ async def add_request(
     """Run ``AsyncLLM.add_request`` and raise :class:`RequestRefused` instead of a :class:`SteeringError`.
 
     vLLM answers any other error with HTTP 500 and no reason. The steps of a beam search, whose parameters vLLM makes,
-    get the global steering that was checked at its start.
+    get the global steering that was checked at its start. So do the clips of a recording: in a stream, vLLM adds each
+    of them when the one before has ended.
     """
     context = current_request.get()
-    if context is not None and context.beam_search and context.compiled is not None:
-        params = copy.copy(params)
-        params.extra_args = {**(params.extra_args or {}), **context.compiled}
     try:
+        if context is not None and isinstance(params, SamplingParams):
+            params = await _with_shared_steering(params, context)
         return await original(engine, request_id, prompt, params, *args, **kwargs)
     except SteeringError as error:
         raise refused(error) from error
+
+
+async def _with_shared_steering(params: Any, context: RequestContext) -> Any:
+    """Return ``params`` with the global steering of the HTTP request, if they were made without steering fields."""
+    extra = params.extra_args or {}
+    if context.beam_search:
+        shared = context.compiled
+    elif context.engine is None or context.closed or not extra.keys().isdisjoint(_COMPOSED_KEYS):
+        return params
+    else:
+        if context.shared is None:
+            snapshot = context.snapshot or await context.engine.registry.refresh()
+            # Another prompt of the request may have set it meanwhile.
+            context.shared = context.shared or _compose_in(snapshot, {}, context.engine, None)
+        shared = context.shared
+    if shared is None:
+        return params
+    params = copy.copy(params)
+    params.extra_args = {**extra, **shared}
+    return params
 
 
 def begin_beam_search(request: Any, _max_tokens: int | None = None) -> None:

@@ -62,6 +62,8 @@ class RequestContext:
     """Token count of the prompt whose sampling parameters are created next; None if unknown."""
     compiled: Mapping[str, bytes] | None = None
     """Compiled fields, including modules and global steering. Compiled once for all prompts of the body."""
+    shared: Mapping[str, bytes] | None = None
+    """Global steering of prompts whose parameters were made without the fields, such as the clips of a recording."""
     beam_search: bool = False
     """Whether the engine gets a request for each step of each beam; all of them take ``compiled``."""
     applied_json: bytes | None = None
@@ -137,7 +139,7 @@ class RequestContext:
         self.results.clear()
         self.readouts.clear()
         self.unreached.clear()
-        self.compiled = self.applied_json = None
+        self.compiled = self.shared = self.applied_json = None
 
 
 current_request: ContextVar[RequestContext | None] = ContextVar("vllm_steer_request", default=None)

@@ -26,7 +26,8 @@ from vllm_steer.server.http.schemas import JSON, STRENGTHS_BODY
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
 from vllm_steer.spec.scalars import shown
 
-ROUTE = "/v1/steering/requests/{id}"
+ROUTE = "/v1/steering/requests/{id:path}"
+"""Clients choose ids, also with slashes."""
 RequestId = Annotated[
     str,
     PathParameter(

@@ -40,7 +40,11 @@ _OPTIONS = ("model", "stream", "return_file")
 
 def add_patch_routes(app: FastAPI, engine: Any, context: EngineContext) -> None:
     """Add the routes to a server with vLLM's ``AsyncLLM`` ``engine``."""
-    app.include_router(make_router(StudyService(engine, context), max_body_bytes(getattr(app.state, "args", None))))
+    args = getattr(app.state, "args", None)
+    # The engine's configuration has the first name of `--served-model-name` only.
+    given = getattr(args, "served_model_name", None) or ()
+    service = StudyService(engine, context, [given] if isinstance(given, str) else given)
+    app.include_router(make_router(service, max_body_bytes(args)))
 
 
 def make_router(service: StudyService, max_body: int) -> APIRouter:

@@ -21,11 +21,12 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.logprobs import check_logprobs_mode
-from vllm_steer.params import SamplingParams, program_of
+from vllm_steer.params import APPLIED_KEY, SamplingParams, program_of
 from vllm_steer.patching.offline import most_reference, read_score, score_params
 from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows, join_characters
 from vllm_steer.points import points_on
 from vllm_steer.program.magnitude import check_magnitude
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec import Edit
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class EngineRunner:
         self._engine, self._context, self._loop, self._reserve = engine, context, loop, reserve
         self._cancelled = threading.Event()
         self._pending: concurrent.futures.Future[Any] | None = None
+        self._snapshot: Snapshot | None = None
         self._by_priority = engine.vllm_config.scheduler_config.policy == "priority"
 
     def cancel(self) -> None:
@@ -176,11 +178,20 @@ class EngineRunner:
 
     async def _generate(self, tokens: Sequence[int], params: Any) -> Any:
         prompt = {"prompt_token_ids": list(tokens)}
+        params.extra_args = await self._with_global_steering(params.extra_args or {})
         priority = PRIORITY if self._by_priority else 0
         # Cancelling this coroutine aborts the request in the engine.
         outputs = self._engine.generate(prompt, params, f"patch-{uuid.uuid4().hex}", priority=priority)
         (output,) = [each async for each in outputs if each.finished]
         return output
+
+    async def _with_global_steering(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``extra_args`` with the global steering of the study's start, since its runs are compared."""
+        if self._snapshot is None:
+            newest = await self._context.registry.refresh()
+            self._snapshot = self._snapshot or newest  # another run of the study may have read it meanwhile
+        # With `APPLIED_KEY`, the front end does not add the present global steering.
+        return {APPLIED_KEY: b"", **self._context.registry.compose(extra, self._snapshot)}
 
     @property
     def _model_config(self) -> Any:

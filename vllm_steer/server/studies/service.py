@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,15 +32,21 @@ T = TypeVar("T")
 class StudyService:
     """Runs studies on one engine."""
 
-    def __init__(self, engine: Any, context: EngineContext) -> None:
+    def __init__(self, engine: Any, context: EngineContext, names: Sequence[str] = ()) -> None:
+        """Create a service.
+
+        Args:
+            engine: vLLM's ``AsyncLLM``.
+            context: Its context.
+            names: All names of the served model; by default the one that the engine has.
+        """
         self._engine, self._context = engine, context
+        self._names = names or (engine.vllm_config.model_config.served_model_name,)
 
     def check_model(self, name: object) -> None:
         """Raise ``SteeringError`` unless ``name`` is the served model; None counts as absent."""
-        served = self._engine.vllm_config.model_config.served_model_name
-        names = [served] if isinstance(served, str) else list(served)
-        if name is not None and name not in names:
-            raise SteeringError("model", f"{str(name)[:80]!r} is not served for studies; use {', '.join(names)}")
+        if name is not None and name not in self._names:
+            raise SteeringError("model", f"{str(name)[:80]!r} is not served for studies; use {', '.join(self._names)}")
 
     async def respond(
         self,
