@@ -60,7 +60,7 @@ def save(result: PatchingResult, path: Path) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Raise ``SteeringError`` if no file can be written at ``path``, before a sweep runs whose results would be lost."""
+    """Raise ``SteeringError`` if no file can be written at ``path``, where the results of a sweep would be lost."""
     folder = path.absolute().parent
     if path.is_dir():
         raise SteeringError("file", f"{path} is a folder; name a file in it")

@@ -77,9 +77,7 @@ class StandardizedTransformer:
         requests = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
         return list(self.llm.generate(requests, list(params), use_tqdm=False)) if requests else []
 
-    def params(
-        self, *, edits: Iterable[Edit] = (), capture: Any = None, steered: bool = True, **kwargs: Any
-    ) -> Any:
+    def params(self, *, edits: Iterable[Edit] = (), capture: Any = None, steered: bool = True, **kwargs: Any) -> Any:
         """Return greedy sampling parameters for one token, with the edits of :meth:`steer` first if ``steered``."""
         fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, **kwargs}
         if joined := [*(self._edits if steered else ()), *edits, *(fields.get("steering") or ())]:
