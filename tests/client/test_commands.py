@@ -143,6 +143,14 @@ def test_chat_status(url: str, script: str, status: int) -> None:
     assert "error: " not in done.stdout
 
 
+@pytest.mark.parametrize("scale", ["nan", "inf"])
+def test_a_chat_goes_on_after_a_scale_without_a_value(url: str, scale: str) -> None:
+    """Catches scales that no request can carry, with which the next question ended the chat."""
+    done = CliRunner().invoke(commands, ["chat", "--url", url], input=f"/modules calm={scale}\nHello\nAgain\n")
+    assert done.exit_code == 1 and "is not a finite number" in done.stderr
+    assert done.stdout.count("[plain] I am plain") == 2
+
+
 @pytest.mark.parametrize("command", ["modules", "set", "status", "chat"])
 def test_help_needs_no_server(command: str) -> None:
     """Catches help that connects to a server."""
