@@ -157,6 +157,27 @@ def test_help_needs_no_server(command: str) -> None:
     assert CliRunner().invoke(commands, [command, "--help"]).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--model", "no/model"], 1, "error: the model no/model cannot be started: there is no such model"),
+        (["--dtype", "float32"], 2, "has no effect on a server"),
+    ],
+)
+def test_patch_reports_options_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], status: int, message: str
+) -> None:
+    """Catches a traceback for a model that does not exist, and a dtype that is ignored."""
+
+    def start(*arguments: Any, **settings: Any) -> None:
+        raise OSError("there is no such model")
+
+    monkeypatch.setattr(vllm_steer, "LLM", start)
+    (study := tmp_path / "study.yaml").write_text("clean: a\ncorrupt: b\nanswer: c\nmetric: logprob\n")
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(commands, ["patch", str(study), *options])
+    assert done.exit_code == status and message in done.output
+
+
 @pytest.mark.parametrize("points", ["[hook_mlp_out, mlps_input]", "mlp_out"])
 def test_a_study_switches_its_points_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, points: str) -> None:
     """Catches an engine without the points that a study names as other libraries do, which no option can switch on."""
