@@ -159,6 +159,19 @@ def refuse_unknown_args(extra: Any) -> None:
             raise SteeringError(f"extra_args.{name}", problem)
 
 
+def refuse_assigned_fields(params: Any) -> None:
+    """Raise SteeringError if a field of this package was assigned to sampling parameters after they were made.
+
+    vLLM's class accepts attributes of any name, and nothing reads these.
+    """
+    for name in getattr(params, "__dict__", ()):
+        field = name if name in FIELDS else FIELD_ALIASES.get(name)
+        if field is not None:
+            raise SteeringError(
+                name, f"was assigned to sampling parameters, where it has no effect; use SamplingParams({field}=...)"
+            )
+
+
 def program_bytes(params: Any) -> bytes | None:
     """Return the compiled program in vLLM's sampling parameters, or None."""
     extra = getattr(params, "extra_args", None)

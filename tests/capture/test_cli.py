@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -144,3 +146,12 @@ def test_errors_have_no_traceback(root, tmp_path, words, message):
     output = run(*(word.format(root=root, tmp=tmp_path, bad=bad) for word in words), code=1)
     assert output.startswith("error: ") or "\nerror: " in output
     assert message in output and "Traceback" not in output
+
+
+def test_a_closed_pipe_is_not_an_error(root):
+    """Catches an error message if the reader of the output ends first, as ``head`` does."""
+    words = [sys.executable, "-m", "vllm_steer.cli.main", "captures", "ls", str(root), "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 1 and "rror" not in errors

@@ -333,6 +333,26 @@ def test_rejects_keys_that_no_header_can_carry(client: Any, key: str) -> None:
     assert "vsk" not in str(refused.value)
 
 
+@pytest.mark.parametrize("tokens", [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), [np.int64(1), np.int64(2)]])
+def test_detokenize_takes_arrays(tokens: Any) -> None:
+    """Catches arrays of tokens that cannot be sent, although those of the other methods can."""
+    bodies = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return httpx.Response(200, json={"prompt": "a b"})
+
+    with Client(model="m", transport=httpx.MockTransport(answer)) as client:
+        assert client.detokenize(tokens) == "a b"
+    assert bodies == [{"model": "m", "tokens": [1, 2]}]
+
+
+def test_rows_that_stayed_on_the_server() -> None:
+    """Catches an error about the size of rows that were stored by request."""
+    with pytest.raises(KeyError, match="on the server"):
+        CaptureAnswer("ok", None, "id").tensor("post_block", 1)
+
+
 def test_retry_delays() -> None:
     """Catches delays that do not grow, or that are shorter than ``Retry-After``."""
     retry = Retry(attempts=9, first=1.0, longest=4.0)

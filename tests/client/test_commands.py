@@ -143,10 +143,39 @@ def test_chat_status(url: str, script: str, status: int) -> None:
     assert "error: " not in done.stdout
 
 
+@pytest.mark.parametrize("scale", ["nan", "inf"])
+def test_a_chat_goes_on_after_a_scale_without_a_value(url: str, scale: str) -> None:
+    """Catches scales that no request can carry, with which the next question ended the chat."""
+    done = CliRunner().invoke(commands, ["chat", "--url", url], input=f"/modules calm={scale}\nHello\nAgain\n")
+    assert done.exit_code == 1 and "is not a finite number" in done.stderr
+    assert done.stdout.count("[plain] I am plain") == 2
+
+
 @pytest.mark.parametrize("command", ["modules", "set", "status", "chat"])
 def test_help_needs_no_server(command: str) -> None:
     """Catches help that connects to a server."""
     assert CliRunner().invoke(commands, [command, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--model", "no/model"], 1, "error: the model no/model cannot be started: there is no such model"),
+        (["--dtype", "float32"], 2, "has no effect on a server"),
+    ],
+)
+def test_patch_reports_options_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], status: int, message: str
+) -> None:
+    """Catches a traceback for a model that does not exist, and a dtype that is ignored."""
+
+    def start(*arguments: Any, **settings: Any) -> None:
+        raise OSError("there is no such model")
+
+    monkeypatch.setattr(vllm_steer, "LLM", start)
+    (study := tmp_path / "study.yaml").write_text("clean: a\ncorrupt: b\nanswer: c\nmetric: logprob\n")
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(commands, ["patch", str(study), *options])
+    assert done.exit_code == status and message in done.output
 
 
 @pytest.mark.parametrize("points", ["[hook_mlp_out, mlps_input]", "mlp_out"])

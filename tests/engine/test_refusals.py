@@ -49,6 +49,16 @@ def test_rejects_bad_fields_and_keeps_serving(llm: Any, name: str) -> None:
     assert len(tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0])) == 6
 
 
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("name", "field"), [("steering", "steering"), ("capture", "capture"), ("edits", "steering")])
+def test_rejects_assigned_fields(llm: Any, own: bool, name: str, field: str) -> None:
+    """Catches ``params.steering = ...``, which vLLM's class accepts and nothing reads."""
+    late = params() if own else llm.get_default_sampling_params()
+    setattr(late, name, edit() if field == "steering" else {"memory": {"hooks": {"post_block": [0]}}})
+    with pytest.raises(SteeringError, match=rf"{name}: was assigned .* SamplingParams\({field}="):
+        run(llm, [prompt(1, 2, 3)], [late])
+
+
 def test_bad_request_does_not_affect_others(llm: Any) -> None:
     """Catches an error of one request that ends others."""
     with pytest.raises(SteeringError):

@@ -115,6 +115,23 @@ def test_coarse_to_fine(tmp_path: Path) -> None:
     assert not study().coarse_to_fine(**spans).not_run, "the file has their values"
 
 
+@pytest.mark.parametrize("method", ["sweep", "coarse_to_fine"])
+def test_a_file_that_cannot_be_used_is_refused_before_the_cells(tmp_path: Path, method: str) -> None:
+    """Catches a study that is lost because its file cannot be written, or is that of another sweep."""
+    (other := tmp_path / "other.safetensors").touch()
+    study(foil=" slow").sweep(file=tmp_path / "new.safetensors", progress=False).save(other)
+    for file, problem in (
+        (tmp_path / "none" / "study.safetensors", "does not exist"),
+        (tmp_path, "is a folder"),
+        ("", "is a folder"),
+        (other, "another sweep"),
+    ):
+        runner = FakeRunner()
+        with pytest.raises(SteeringError, match=problem):
+            getattr(study(runner), method)(file=file, progress=False)
+        assert not any(request.edits for request in runner.requests), file
+
+
 def test_plot_and_tables(tmp_path: Path) -> None:
     """Catches pictures and tables that fail on a missing cell."""
     runner = FakeRunner()
@@ -195,6 +212,20 @@ def test_a_random_subspace_beside_the_real_one() -> None:
     assert runner.reserved[0] == 4
     with pytest.raises(SteeringError, match="random"):
         study().sweep(subspace=directions, control=False, progress=False).grid("post_block", random=True)
+
+
+def test_random_controls_that_failed_are_run_again(tmp_path: Path) -> None:
+    """Catches a continued study whose controls stay missing, and without the reason."""
+    runner, directions = FakeRunner(), np.eye(2, 8, dtype=np.float32)
+    arguments: dict[str, Any] = {"file": tmp_path / "a.safetensors", "subspace": directions, "progress": False}
+    runner.fail = lambda request: (
+        "no room" if any(not np.array_equal(edit.subspace, directions) for edit in request.edits) else None
+    )
+    first = study(runner).sweep(**arguments)
+    assert set(first.control_errors.values()) == {"no room"} and not first.errors
+    assert np.isnan(first.grid("post_block", random=True)).all() and not np.isnan(first.grid("post_block")).any()
+    continued = study().sweep(**arguments)
+    assert not np.isnan(continued.grid("post_block", random=True)).any() and not continued.control_errors
 
 
 def test_normalised_values_within_the_noise_are_missing(tmp_path: Path) -> None:

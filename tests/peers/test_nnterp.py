@@ -154,6 +154,17 @@ def test_steering_within_a_context(model: StandardizedTransformer, hf: Any) -> N
     torch.testing.assert_close(model.next_token_probs(PROMPTS[1]), plain, atol=1e-4, rtol=1e-3)
 
 
+def test_a_lens_of_steered_rows(model: StandardizedTransformer, hf: Any) -> None:
+    """Catches edits of the steered prompt in the one-token prompts of the lens, which lack their positions."""
+    vector, tokens = torch.randn(64, generator=torch.Generator().manual_seed(2)), model.encode(PROMPTS[1])
+    for position in (-1, len(tokens) - 1):
+        with model.steer(1, vector, factor=3.0, token_positions=position):
+            found = logit_lens(model, PROMPTS[1])
+        torch.testing.assert_close(
+            found[0, 1], lens_of(hf, last_outputs(hf, tokens)[1] + 3.0 * vector), atol=1e-3, rtol=1e-2
+        )
+
+
 def test_run_prompts(model: StandardizedTransformer) -> None:
     """Catches targets of another prompt, and tokens of a target that are not added."""
     prompts = [Prompt(text, {"first": [1, 2], "second": [3]}) for text in PROMPTS]

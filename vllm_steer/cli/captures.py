@@ -190,6 +190,8 @@ def _plain_errors() -> Iterator[None]:
     """Print expected errors without a traceback and exit with status 1."""
     try:
         yield
+    except BrokenPipeError:  # the reader of the output has ended, as with head; click ends without a message
+        raise
     except (OSError, ImportError, ValueError) as error:  # CaptureFileError is a ValueError
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

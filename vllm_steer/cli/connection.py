@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ def connect(url: str, api_key: str | None) -> Iterator[Client]:
     try:
         with Client(url, api_key=api_key, retry=Retry(attempts=3)) as client:
             yield client
+    except BrokenPipeError:  # the reader of the output has ended, as with head; click ends without a message
+        raise
     except httpx.TransportError as error:
         raise fail(f"cannot reach {url}: {error}") from None
     except (ServerError, SteeringError, OSError, httpx.InvalidURL) as error:
@@ -46,9 +49,12 @@ def parse_modules(words: list[str] | None) -> list[tuple[str, float]]:
     for word in words or ():
         name, equals, scale = word.partition("=")
         try:
-            modules.append((name, float(scale) if equals else 1.0))
+            number = float(scale) if equals else 1.0
         except ValueError:
-            raise typer.BadParameter(f"{word!r}: {scale!r} is not a number") from None
+            number = math.nan
+        if not math.isfinite(number):
+            raise typer.BadParameter(f"{word!r}: {scale!r} is not a finite number") from None
+        modules.append((name, number))
     return modules
 
 

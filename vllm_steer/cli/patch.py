@@ -36,6 +36,8 @@ def patch(
 
     if model is not None and url is not None:
         raise typer.BadParameter("cannot be combined with --url (or VLLM_STEER_URL; unset it)", param_hint="--model")
+    if model is None and dtype != "auto":
+        raise typer.BadParameter("has no effect on a server; give it with --model", param_hint="--dtype")
     for path in (plot, html, out):
         if path is not None and not path.absolute().parent.is_dir():
             raise fail(f"folder not found: {path.absolute().parent}")
@@ -118,6 +120,7 @@ def _over_http(client: Any, body: Mapping[str, Any]) -> PatchingResult:
 
 
 def _offline(model: str, dtype: str, body: Mapping[str, Any], out: Path | None) -> PatchingResult:
+    from vllm_steer.errors import SteeringError
     from vllm_steer.patching.request import check_fields, read_study
     from vllm_steer.points import OPTIONAL_POINTS
     from vllm_steer.spec.sites import read_point
@@ -129,9 +132,15 @@ def _offline(model: str, dtype: str, body: Mapping[str, Any], out: Path | None) 
     points = [point for point in OPTIONAL_POINTS if point in named]
     from vllm_steer import LLM
 
-    llm = LLM(model, enable_steering=True, steering_config={"points": points}, dtype=dtype)
+    try:
+        llm = LLM(model, enable_steering=True, steering_config={"points": points}, dtype=dtype)
+    except SteeringError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # as for a name or a dtype that does not exist
+        raise fail(f"the model {model} cannot be started: {error}") from None
     study, arguments = read_study(body, llm)
-    return study.sweep(**arguments, file=out)
+    with failing_on(RuntimeError):  # an unpatched run failed
+        return study.sweep(**arguments, file=out)
 
 
 def _print(result: PatchingResult) -> None:

@@ -103,7 +103,7 @@ def tokenize(model: str, text: str, special: bool) -> Endpoint[list[int]]:
 
 
 def detokenize(model: str, tokens: Sequence[int]) -> Endpoint[str]:
-    body = {"model": model, "tokens": list(tokens)}
+    body = to_json({"model": model, "tokens": tokens}, "body")
     return Endpoint("POST", "/detokenize", lambda response: str(response.json()["prompt"]), json=body)
 
 

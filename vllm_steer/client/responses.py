@@ -87,7 +87,7 @@ class CaptureAnswer:
         if (point, layer) in self.sites:
             return self.sites[point, layer]
         if self.id is not None:
-            raise KeyError("the rows are too large for the response; download them with the client's fetch")
+            raise KeyError("the rows are on the server and not in the response; download them with the client's fetch")
         from vllm_steer.capture.results import raise_unknown_site
 
         raise_unknown_site(point, layer, self.sites)

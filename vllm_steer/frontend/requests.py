@@ -26,6 +26,7 @@ from vllm_steer.params import (
     PROGRAM_KEY,
     capture_specs,
     program_bytes,
+    refuse_assigned_fields,
     refuse_unknown_args,
     strip_for_engine,
 )
@@ -44,9 +45,10 @@ def complete_params(context: EngineContext | None, params: Any, snapshot: Snapsh
     if there is nothing to add, otherwise a copy. Modules are those of ``snapshot``, by default the registry's newest.
 
     Raises:
-        SteeringError: A module does not exist, the combined edits exceed a limit, or a key of ``extra_args`` is a
-            misspelt field.
+        SteeringError: A module does not exist, the combined edits exceed a limit, a key of ``extra_args`` is a misspelt
+            field, or a field was assigned to ``params``.
     """
+    refuse_assigned_fields(params)
     if context is None or not isinstance(params, VllmSamplingParams):
         return params
     extra = params.extra_args or {}

@@ -59,6 +59,17 @@ def save(result: PatchingResult, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def check_place(path: Path) -> None:
+    """Raise ``SteeringError`` if no file can be written at ``path``, where the results of a sweep would be lost."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise SteeringError("file", f"{path} is a folder; name a file in it")
+    if not folder.is_dir():
+        raise SteeringError("file", f"the folder {folder} does not exist; create it")
+    if not os.access(folder, os.W_OK):
+        raise SteeringError("file", f"cannot write to the folder {folder}; use another one")
+
+
 def load(path: Path) -> PatchingResult:
     """Read a file; raise ``SteeringError`` if it is not one of this module."""
     try:

@@ -108,8 +108,11 @@ class PatchingResult:
 
     @property
     def finished(self) -> set[Cell]:
-        """Cells that have values."""
-        return {tuple(index) for index in np.argwhere(~np.isnan(self.cells[..., 0])).tolist()}
+        """Cells that have values, also of their control in a random subspace if the sweep has it."""
+        there = ~np.isnan(self.cells[..., 0])
+        if self.info.random_control:
+            there &= ~np.isnan(self.random[..., 0])
+        return {tuple(index) for index in np.argwhere(there).tolist()}
 
     @property
     def controlled(self) -> set[Site]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.patching.axes import read_window, tile
-from vllm_steer.patching.file import resume
+from vllm_steer.patching.file import check_place, resume
 from vllm_steer.patching.metrics import CustomMetric
 from vllm_steer.patching.prepare import Preparation, read_settings
 from vllm_steer.patching.progress import Progress
@@ -228,7 +228,10 @@ class PatchingStudy:
                 accepted = [each for each in defaults if each not in ("layer_window", "position_window")]
                 raise SteeringError(name, f"unknown argument; use one of {', '.join(accepted)}")
         fine = {**defaults, **arguments, "points": points, "layers": "all", "positions": "all"}
+        path = _read_file(file)
         _, empty = self._prepare(fine)
+        if path is not None and path.exists():
+            resume(path, empty)  # refuses the file of another sweep before the blocks run
         columns = empty.info.pairs[0].columns
         if any(info.columns != columns for info in empty.info.pairs):
             raise SteeringError("pairs", "align differently, so blocks of positions differ; use sweep")
@@ -251,7 +254,7 @@ class PatchingStudy:
                     only.add(cell)
                 else:
                     reasons[cell] = f"not run: the block around it has an effect of {effect:.3g}, below {limit:.3g}"
-        return self._run(fine, file, progress, only, reasons)
+        return self._run(fine, path, progress, only, reasons)
 
     def _prepare(self, arguments: Mapping[str, Any]) -> Any:
         settings = read_settings(self._runner, self._pairs, self._corruption, arguments)
@@ -265,7 +268,7 @@ class PatchingStudy:
         only: Collection[Cell] | None = None,
         reasons: Mapping[Cell, str] | None = None,
     ) -> PatchingResult:
-        path = None if file is None else Path(file)
+        path = _read_file(file)
         saved, result = time.monotonic(), None
         try:
             with Progress() if progress else nullcontext() as bar:
@@ -300,6 +303,14 @@ class PatchingStudy:
         for batch in run_batches(sweep, self._runner, done, only, result.controlled):
             result.add(batch)
             yield result, batch
+
+
+def _read_file(file: str | Path | None) -> Path | None:
+    if file is None:
+        return None
+    path = Path(file)
+    check_place(path)
+    return path
 
 
 def _runner(llm: Any) -> Runner:

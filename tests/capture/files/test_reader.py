@@ -34,6 +34,14 @@ def write(root: Path, *requests, layout="per_request"):
 
 
 class TestReader:
+    def test_home(self, tmp_path, monkeypatch):
+        """Catches a root that the consumer finds in the home directory and the reader in the present one."""
+        monkeypatch.setenv("HOME", str(tmp_path))
+        consumer = FilesystemConsumer(root="~/acts")
+        consumer.accept(captured())
+        consumer.close()
+        assert len(open_captures("~/acts")) == 1
+
     def test_properties(self, tmp_path):
         """Catches properties that are lost, swapped or renamed."""
         request = captured(

@@ -45,7 +45,7 @@ def open_captures(path: str | Path, run: str | None = None) -> Captures:
     """Open a capture file or a directory of capture files. Subdirectories and symbolic links are skipped.
 
     Args:
-        path: The file or directory.
+        path: The file or directory. A leading ``~`` is the home directory.
         run: Select the requests of one run, by its name (option ``run`` of the consumer).
 
     Raises:
@@ -56,7 +56,7 @@ def open_captures(path: str | Path, run: str | None = None) -> Captures:
         >>> from vllm_steer import open_captures  # doctest: +SKIP
         >>> [request.tensor("post_block", 5).shape for request in open_captures("acts")]  # doctest: +SKIP
     """
-    path = Path(path)
+    path = Path(path).expanduser()  # as the consumer does with its root
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     captures = Captures(path, run)

@@ -77,10 +77,10 @@ class StandardizedTransformer:
         requests = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
         return list(self.llm.generate(requests, list(params), use_tqdm=False)) if requests else []
 
-    def params(self, *, edits: Iterable[Edit] = (), capture: Any = None, **kwargs: Any) -> Any:
-        """Return greedy sampling parameters for one token, with the edits of :meth:`steer` first."""
+    def params(self, *, edits: Iterable[Edit] = (), capture: Any = None, steered: bool = True, **kwargs: Any) -> Any:
+        """Return greedy sampling parameters for one token, with the edits of :meth:`steer` first if ``steered``."""
         fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, **kwargs}
-        if joined := [*self._edits, *edits, *(fields.get("steering") or ())]:
+        if joined := [*(self._edits if steered else ()), *edits, *(fields.get("steering") or ())]:
             fields["steering"] = joined
         if capture is not None:
             fields["capture"] = {"memory": capture}
@@ -227,8 +227,10 @@ class StandardizedTransformer:
         """
         return self._log_probabilities(prompts, edits).exp()
 
-    def _log_probabilities(self, prompts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]]) -> torch.Tensor:
-        params = [self.params(edits=each, **self.all_logprobs()) for each in edits]
+    def _log_probabilities(
+        self, prompts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]], *, steered: bool = True
+    ) -> torch.Tensor:
+        params = [self.params(edits=each, steered=steered, **self.all_logprobs()) for each in edits]
         return torch.stack([self.read_log_probabilities(output) for output in self.run(prompts, params)])
 
     def all_logprobs(self) -> dict[str, Any]:
@@ -275,7 +277,8 @@ class StandardizedTransformer:
         rows = hidden_state.reshape(-1, self.hidden_size)
         edits = [[self.replace(self.num_layers - 1, row, 0)] for row in rows]
         # Not the logarithm of probabilities, which are zero below exp(-104) in float32.
-        return self._log_probabilities([[0]] * len(edits), edits).reshape(*hidden_state.shape[:-1], -1)
+        # The rows are given: edits of steer have no part in them, and their positions may lie behind the one token.
+        return self._log_probabilities([[0]] * len(edits), edits, steered=False).reshape(*hidden_state.shape[:-1], -1)
 
     def get_topk_closest_tokens(self, hidden_state: torch.Tensor, k: int = 5) -> Any:
         """Return the k most probable tokens of rows of the last layer's output, with their probabilities.
