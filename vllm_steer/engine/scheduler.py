@@ -28,7 +28,7 @@ from vllm_steer.engine.admission import REFUSED, AdmissionController, most_rows,
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter, block_ahead
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.edited_blocks import EditedBlocks
-from vllm_steer.engine.model_output import failed_of
+from vllm_steer.engine.model_output import failed_of, keep_tokens
 from vllm_steer.engine.record_keeper import FiredStop, RecordKeeper
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.stats_collector import EngineStatsCollector
@@ -329,7 +329,7 @@ class SteeringSchedulerMixin:
             if kept and (stale or not 0 < kept < len(sampled[index])):
                 # The position is behind the last accepted draft, or the output will be dropped.
                 continue
-            sampled[index] = sampled[index][:kept]
+            keep_tokens(model_output, request_id, kept)
             reasons[request_id] = self._stop_reason(request_id, stop)
         return reasons
 
@@ -338,8 +338,7 @@ class SteeringSchedulerMixin:
         for request_id, reason in failed.items():
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
-                if model_output.sampled_token_ids:
-                    model_output.sampled_token_ids[model_output.req_id_to_index[request_id]] = []
+                keep_tokens(model_output, request_id, 0)
                 self._malformed[request_id] = reason
 
     def _stop_reason(self: Any, request_id: str, stop: FiredStop) -> str:
