@@ -129,7 +129,9 @@ class SteeringSchedulerMixin:
         self._with_program[request.request_id] = resolved
         dynamic = resolved.dynamic
         if dynamic is not None and dynamic.replays:
-            self.steering_records.add_request(request.request_id)
+            # Of `min_tokens` generated tokens, the last one is the first with which generation may stop.
+            first_stop = request.num_prompt_tokens + request.sampling_params.min_tokens - 1
+            self.steering_records.add_request(request.request_id, first_stop)
         if dynamic is not None and dynamic.layout.live and self.num_spec_tokens:
             self._without_drafts.add(request.request_id)
         if self._needs_whole_prompt(resolved, request):
