@@ -200,10 +200,6 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
         raise
     setattr(engine.input_processor, _CONTEXT, context)
     setattr(engine.output_processor, _CONTEXT, context)
-    # vLLM keeps the parent of samples that are aborted by the client's id, and with it the captured rows of its ended
-    # samples. The states of running samples refer to their parent.
-    parents = engine.output_processor.parent_requests
-    engine.output_processor.parent_requests = weakref.WeakValueDictionary(parents)
     # Closes the consumers when the engine is deleted or the process exits, which completes files of several requests.
     weakref.finalize(engine, context.capture_manager.close_from_finalizer)
     if context.program_files is not None:
