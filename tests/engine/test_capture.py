@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.tiny import HIDDEN, LAYERS, VOCAB, direction
 from vllm_steer import Edit, SteeringError, capture_hidden_states
+from vllm_steer.compat import request_state
 
 
 @pytest.mark.failure(1)
@@ -214,6 +218,36 @@ def test_aborted_captures_are_released(llm: Any) -> None:
     assert scheduler.steering_row_sender.num_bytes == 0
     assert engine.output_processor.request_states == {}
     assert engine.model_executor.driver_worker.worker.model_runner.steering.store.num_capturing == 0
+
+
+def test_aborted_samples_release_the_rows_of_ended_ones(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows of a sample that has ended, kept for ever if the client aborts the request's other samples.
+
+    Negative control: a reference to these requests, as vLLM's dict has it.
+    """
+    engine, processor = llm.llm_engine, llm.llm_engine.output_processor
+
+    def rows_are_released() -> bool:
+        wanted = params(60, n=2, temperature=1.0, seed=1, logprobs=None, capture=capture(),
+                        output_kind=RequestOutputKind.FINAL_ONLY)  # fmt: skip
+        engine.add_request("several", prompt(1, 2, 3), wanted)
+        engine.step()
+        first = next(iter(processor.request_states.values()))
+        parent = weakref.ref(first.parent_req)
+        ended = EngineCoreOutput(first.request_id, [], finish_reason=FinishReason.STOP)
+        engine.engine_core.abort_requests([first.request_id])
+        processor.process_outputs([ended])
+        del first
+        (rows,) = (weakref.ref(each.capture_results) for each in parent().output_aggregator if each is not None)
+        engine.abort_request(["several"])
+        while engine.has_unfinished_requests():
+            engine.step()
+        return rows() is None and not processor.parent_requests
+
+    assert rows_are_released()
+    monkeypatch.setattr(request_state, "WeakValueDictionary", dict)
+    monkeypatch.setattr(processor, "parent_requests", {})
+    assert not rows_are_released()
 
 
 def test_hidden_states_are_stacked_in_prompt_order(llm: Any) -> None:

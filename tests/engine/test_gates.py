@@ -109,6 +109,21 @@ def test_the_token_that_stops_is_captured(llm: Any, truth: Truth) -> None:
     assert ended
 
 
+@pytest.mark.parametrize("least", [0, 1, 2, 5, GENERATED])
+def test_stops_wait_for_min_tokens(llm: Any, least: int) -> None:
+    """Catches a stop that ends a request ahead of its `min_tokens`; the condition holds at every token."""
+    stop = {"readout": "early", "above": -1e6}
+    for output in run_all(llm, {"stop": {"stops": [stop]}}, min_tokens=least).values():
+        sample, start = output.outputs[0], len(output.prompt_token_ids)
+        count = max(least, 1)
+        assert len(sample.token_ids) == count
+        if count == GENERATED:
+            assert sample.finish_reason == "length"
+        else:
+            assert sample.stop_reason.endswith(f"at position {start + count - 1}")
+            assert sample.readouts["early"].positions.tolist() == list(range(start + count))
+
+
 def test_comparison_detects_a_late_gate(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a state that is folded one step late must be noticed."""
     from vllm_steer.engine.worker_manager import WorkerSteeringManager

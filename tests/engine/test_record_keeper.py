@@ -15,6 +15,7 @@ from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.engine.model_output import ROWS_ATTRIBUTE
 from vllm_steer.engine.record_keeper import REPLAYS_ATTRIBUTE, RecordKeeper
+from vllm_steer.program.dynamic import STOP_COLUMN
 
 DRAFTS = 3
 # First position and width of each step. Two drafts of the first step and none of the second one are accepted; the
@@ -65,3 +66,19 @@ def test_replay_has_no_rejected_drafts() -> None:
     replay = getattr(scheduled, REPLAYS_ATTRIBUTE)["a"]
     check(np.arange(replay.start, replay.stop), replay.records)
     assert replay.generated.tolist() == list(range(7))
+
+
+def test_a_stop_ahead_of_min_tokens_hides_no_later_one() -> None:
+    """Catches a stop that is lost because an earlier one of the same step, which has drafts, is ignored."""
+    keeper = RecordKeeper()
+    keeper.add_request("a", first_stop=12)
+    keeper.add_request("b")
+    given = step(0, ("a", "b"))
+    given.rows.view(np.float32)[:, STOP_COLUMN] = 1.0
+    output: Any = SimpleNamespace()
+    setattr(output, ROWS_ATTRIBUTE, (given,))
+    fired = keeper.receive(output)
+    assert {name: (stop.position, stop.offset) for name, stop in fired.items()} == {"a": (12, 2), "b": (10, 0)}
+    keeper.remove_request("a")
+    keeper.add_request("a")
+    assert keeper.receive(output)["a"].position == 10

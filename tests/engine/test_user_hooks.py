@@ -187,6 +187,21 @@ def test_a_hook_that_raises_ends_its_request(llm: Any, model: Any, monkeypatch: 
         check()
 
 
+def test_a_hook_that_raises_beside_prompt_logprobs(llm: Any) -> None:
+    """Catches the end of the engine: vLLM does not accept log-probabilities of a prompt without a sampled token."""
+
+    def fails(view: HookedRows) -> None:
+        if len(view.rows) == 3:
+            raise ZeroDivisionError("no luck")
+
+    wanted = params(4, prompt_logprobs=2)
+    with llm.register_hook(fails, "post_attn", 1):
+        outputs = run(llm, [prompt(*tokens) for tokens in PROMPTS[:2]], [wanted] * 2)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
+    assert "ZeroDivisionError" in outputs[0].outputs[0].stop_reason
+    assert [len(output.prompt_logprobs) for output in outputs] == [1, LENGTHS[1]]
+
+
 def test_refusals(llm: Any) -> None:
     """Catches hooks that would never run."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm_steer.compat.internals import GracefulHTTPError, RequestState
 from vllm_steer.frontend.outputs import (
@@ -89,6 +90,11 @@ def extend_state(output_processor: Any, request: Any) -> None:
         state = output_processor.request_states[request.request_id]
         state.__class__ = SteeredRequestState
         if state.parent_req is not None:
+            parents = output_processor.parent_requests
+            if not isinstance(parents, WeakValueDictionary):
+                # vLLM keeps the parent of samples that are aborted by the client's id, and with it the captured rows of
+                # its ended samples. The states of running samples refer to their parent.
+                output_processor.parent_requests = WeakValueDictionary(parents)
             setattr(state, _REFUSED_PARENTS, vars(output_processor).setdefault(_REFUSED_PARENTS, []))
 
 

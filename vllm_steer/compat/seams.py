@@ -219,8 +219,8 @@ _FRONT_END: Final = (
     ),
     *_attributes(
         "vllm.v1.engine.output_processor:OutputProcessor",
-        "finds the state of a sample, and ends the other samples of its request",
-        "abort_requests request_states",
+        "finds the state of a sample, ends the other samples of its request, and forgets them",
+        "abort_requests parent_requests request_states",
     ),
     *_wire("names the requests that the engine has to abort", "vllm.v1.engine.output_processor:OutputProcessorOutput"),
     *_attributes("vllm.v1.engine.parallel_sampling:ParentRequest", "samples that share a request", "request_id"),

@@ -63,6 +63,20 @@ def stats_of(output: Any) -> WorkerStats | None:
     return stats
 
 
+def keep_tokens(output: Any, request_id: str, count: int) -> None:
+    """Keep the first ``count`` tokens that a step has sampled for a request.
+
+    Without a token, the log-probabilities of the prompt are dropped as well: vLLM's scheduler accepts them beside a
+    token only.
+    """
+    if output.sampled_token_ids:
+        index = output.req_id_to_index[request_id]
+        output.sampled_token_ids[index] = output.sampled_token_ids[index][:count]
+    if not count:
+        output.prompt_logprobs_dict.pop(request_id, None)
+        getattr(output, "prompt_token_id_logprobs_dict", {}).pop(request_id, None)
+
+
 class AsyncOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
     """A synchronous output whose attachment is still being copied, for example on an earlier pipeline stage."""
 

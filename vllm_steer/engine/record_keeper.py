@@ -65,9 +65,12 @@ class RecordKeeper:
         self._receiver = RowReceiver(max_steps=_MAX_STEPS)
         self._assemblers: dict[str, RowAssembler] = {}
         self._preempted: set[str] = set()
+        self._first_stops: dict[str, int] = {}
 
-    def add_request(self, request_id: str) -> None:
-        """Keep the records of a request from now on."""
+    def add_request(self, request_id: str, first_stop: int = 0) -> None:
+        """Keep the records of a request from now on. Its stops are ignored before position ``first_stop``."""
+        if first_stop:
+            self._first_stops[request_id] = first_stop
         # The assembler only joins records, whose form does not depend on the model.
         assembler = self._assemblers[request_id] = RowAssembler(0, 0, torch.float32)
         self._receiver.add_request(request_id, assembler)
@@ -77,6 +80,7 @@ class RecordKeeper:
         if self._assemblers.pop(request_id, None) is not None:
             self._receiver.finish_request(request_id)
             self._preempted.discard(request_id)
+            self._first_stops.pop(request_id, None)
 
     def receive(self, model_output: Any) -> dict[str, FiredStop]:
         """Keep the records of a step and return the first stop of each request that fired in it."""
@@ -85,7 +89,7 @@ class RecordKeeper:
             for step in rows_of(model_output):
                 if step.index.projection == RECORDS:
                     self._receiver.add_step(step)
-                    fired.update(_fired_stops(step))
+                    fired.update(_fired_stops(step, self._first_stops))
         return {request_id: stop for request_id, stop in fired.items() if request_id in self._assemblers}
 
     def attach_replays(self, scheduled: Any, requests: Mapping[str, Any]) -> None:
@@ -126,7 +130,7 @@ def replays_of(scheduled: Any) -> Mapping[str, Replay]:
     return replays
 
 
-def _fired_stops(step: StepRows) -> dict[str, FiredStop]:
+def _fired_stops(step: StepRows, first_stops: Mapping[str, int]) -> dict[str, FiredStop]:
     records = step.rows.view(np.float32)
     rows = np.flatnonzero(records[:, STOP_COLUMN])
     if not len(rows):
@@ -137,5 +141,7 @@ def _fired_stops(step: StepRows) -> dict[str, FiredStop]:
         entry = int(np.searchsorted(offsets, row, side="right")) - 1
         offset = row - offsets[entry]
         stop = FiredStop(int(records[row, STOP_COLUMN]), starts[entry] + offset, offset, records[row].copy())
-        fired.setdefault(step.index.request_ids[entry], stop)
+        request_id = step.index.request_ids[entry]
+        if stop.position >= first_stops.get(request_id, 0):
+            fired.setdefault(request_id, stop)
     return fired

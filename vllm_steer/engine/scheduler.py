@@ -28,7 +28,7 @@ from vllm_steer.engine.admission import REFUSED, AdmissionController, most_rows,
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter, block_ahead
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.edited_blocks import EditedBlocks
-from vllm_steer.engine.model_output import failed_of
+from vllm_steer.engine.model_output import failed_of, keep_tokens
 from vllm_steer.engine.record_keeper import FiredStop, RecordKeeper
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.stats_collector import EngineStatsCollector
@@ -129,7 +129,9 @@ class SteeringSchedulerMixin:
         self._with_program[request.request_id] = resolved
         dynamic = resolved.dynamic
         if dynamic is not None and dynamic.replays:
-            self.steering_records.add_request(request.request_id)
+            # Of `min_tokens` generated tokens, the last one is the first with which generation may stop.
+            first_stop = request.num_prompt_tokens + request.sampling_params.min_tokens - 1
+            self.steering_records.add_request(request.request_id, first_stop)
         if dynamic is not None and dynamic.layout.live and self.num_spec_tokens:
             self._without_drafts.add(request.request_id)
         if self._needs_whole_prompt(resolved, request):
@@ -329,7 +331,7 @@ class SteeringSchedulerMixin:
             if kept and (stale or not 0 < kept < len(sampled[index])):
                 # The position is behind the last accepted draft, or the output will be dropped.
                 continue
-            sampled[index] = sampled[index][:kept]
+            keep_tokens(model_output, request_id, kept)
             reasons[request_id] = self._stop_reason(request_id, stop)
         return reasons
 
@@ -338,8 +340,7 @@ class SteeringSchedulerMixin:
         for request_id, reason in failed.items():
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
-                if model_output.sampled_token_ids:
-                    model_output.sampled_token_ids[model_output.req_id_to_index[request_id]] = []
+                keep_tokens(model_output, request_id, 0)
                 self._malformed[request_id] = reason
 
     def _stop_reason(self: Any, request_id: str, stop: FiredStop) -> str:
