@@ -62,7 +62,7 @@ Transformers has no DeepSeek V4.1 and no Kimi K3.
 | column | meaning |
 | --- | --- |
 | family | how the decoder layer computes the stream, see below |
-| points | the hook points that the run has compared. [Models](models.md) lists what each class serves, which can be more. `post_attn` is missing if attention and MLP run in parallel |
+| points | the hook points that the run has compared. [Models](models.md) lists what each class serves, which can be more. `post_attn` is missing if attention and MLP run in parallel, or if the layer has no such sum |
 | capture error | the largest relative error of a captured row |
 | edit error | the largest error of a log-probability after an edit |
 
@@ -83,6 +83,7 @@ limits are for identities inside vLLM, where both sides round alike, and its str
 | `UNFUSED*MULT` | the same; the output of a branch is multiplied by a constant before it is added |
 | `PARALLEL` | attention and MLP read the same input |
 | `HYPER-CONNECTIONS`, `ALTUP` | several streams, see [models with several residual streams](streams.md) |
+| `ATTENTION-RESIDUALS` | the input of each sublayer mixes stored sums of earlier layers (Kimi K3), see [streams](streams.md) |
 | `CONVOLVED` | the output of a branch is convolved over tokens before it is added (Inkling) |
 
 The runs on a CPU replace kernels that vLLM has for GPUs only:

@@ -14,9 +14,9 @@ from steps_page import MakeTable, compiled, kernels_of, plain_code_kernels, seco
 
 HEAD = """# Performance
 
-Each row shows its newest measurement: the value for each batch or concurrency in brackets, the result in `benchmarks/results` with its
-GPU and date, and whether code that the figure depends on has changed since. The sections below have the details of results of the present
-code; [earlier builds](performance-history.md) has the others. Figures without a unit are ratios to stock vLLM in the same run. A target
+Each row shows its newest measurement: each value with its batch or concurrency in brackets, the result in `benchmarks/results` with its
+GPU and date, and whether code that the figure depends on has changed since. Results of the present code have a section below;
+[earlier builds](performance-history.md) has the others. Figures without a unit are ratios to stock vLLM in the same run. A target
 holds for every batch shown, and its bounds are compared with the last measurement, also where the machine's noise is larger than the
 bound (see "two stock engines"). Results with torch 2.11 are from GPU hosts with a torch of their own; vLLM 0.32 pins 2.13.
 
@@ -50,8 +50,8 @@ REMAINING = """
   before the first layer, where it can be edited and captured, instead of being fused into the first norm. In layers with
   a single tensor (Granite, GPT-2) the compiler no longer fuses an addition with the following norm.
 * The host limits models whose GPU steps are shorter than their Python code, such as a 0.6 B model at batch 1.
-* A step that edits or captures at one site also launches taps without work: in steps of up to 64 tokens those of a quarter of the
-  layers, in larger steps those between layers, or all.
+* A step that edits or captures at one site runs a graph with more taps than it needs: in steps of up to 64 tokens the taps of a
+  quarter of the layers, in larger steps those between layers, or all.
 * Requests with new vectors carry them to the engine, which delays their first token (`benchmarks/results/program-hops.json` has
   the times of encoding, sending, receiving and decoding).
 * Captured rows of many requests (2 MiB per step for one layer at batch 256) are copied once in the engine process and sent to the

@@ -36,7 +36,7 @@ class Cost(NamedTuple):
 COSTS = (
     Cost("no steering", "idle", "256"),
     Cost("steer one site, every request", "one site", "256", "0.89 (EasySteer, 256 requests)"),
-    Cost("steer all 96 sites", "all sites", "1"),
+    Cost("steer all 96 sites (32 layers, 3 points)", "all sites", "1"),
     Cost("different edits for each request", "own program each", "256", "0.18 (EasySteer, 256 configurations)"),
     Cost("capture one layer, all tokens", "capture one layer, all tokens", "1000", "0.82 (vllm-lens, eager)"),
 )
