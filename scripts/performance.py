@@ -61,8 +61,8 @@ REMAINING = """
   cannot reach the aim: receiving, copying and writing the rows alone takes longer (`benchmarks/results/request-cpu.json`).
   On hosts with slow cores this limits the throughput of captures at high concurrency; `--api-server-count` spreads the work over
   several processes.
-* Graphs with taps take longer to capture than stock vLLM's, because each tap is launched from Python twice: once to warm up and
-  once for the graph. They are most of what steering adds to the start of a server (its log has the seconds and MiB of each set).
+* Graphs with taps take longer to capture than stock vLLM's, and are the largest part of what steering adds to the start of a server
+  (its log has the seconds and MiB of each set).
 """
 
 HISTORY = """# Performance of earlier builds

@@ -335,7 +335,7 @@ def test_rejects_keys_that_no_header_can_carry(client: Any, key: str) -> None:
 
 @pytest.mark.parametrize("tokens", [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), [np.int64(1), np.int64(2)]])
 def test_detokenize_takes_arrays(tokens: Any) -> None:
-    """Catches arrays of tokens that cannot be sent, although those of the other methods can."""
+    """Catches arrays of tokens that `detokenize` cannot send, although other methods accept arrays."""
     bodies = []
 
     def answer(request: httpx.Request) -> httpx.Response:
