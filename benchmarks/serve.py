@@ -8,10 +8,10 @@ Stock ``vllm serve`` starts first, then a steering server beside it on the same 
 The start time ends with the first successful health check. With ``--kv-gib``, caches have a fixed size, so the servers
 start at the same time, and their start times are not recorded. Both start with empty compile caches unless ``--caches``
 names a folder. In each round and at each concurrency the client drives stock vLLM and the steering server in each way
-(`WAYS`), in rotating order and one at a time, with new prompts in each cell. All rounds at the highest concurrency come
-first. A ratio compares two cells of the same round. CPU seconds of each server process cover a whole cell. The file is
-written after each cell. A cell that probably would not end within ``--seconds`` does not start, and a cell that reaches
-the limit is dropped.
+(`WAYS`), in rotating order and one at a time, with new prompts in each cell. A round covers each concurrency, the
+highest first. A ratio compares two cells of the same round. CPU seconds of each server process cover a whole cell. The
+file is written after each cell. A cell that probably would not end within ``--seconds`` does not start, and a cell that
+reaches the limit is dropped.
 """
 
 from __future__ import annotations
@@ -185,13 +185,8 @@ def summarize(cells: Sequence[Mapping[str, Any]], load: Load) -> list[dict[str, 
 
 
 def rounds_of(load: Load, rounds: int) -> list[tuple[int, int]]:
-    """Return rounds and their concurrencies in order: the highest concurrency, which varies most, has its rounds first.
-
-    So a time limit leaves it complete.
-    """
-    widest = max(load.requests)
-    others = [(number, each) for number in range(rounds) for each in sorted(load.requests) if each != widest]
-    return [*((number, widest) for number in range(rounds)), *others]
+    """Return rounds and their concurrencies in order, so that a time limit leaves whole rounds of each concurrency."""
+    return [(number, each) for number in range(rounds) for each in sorted(load.requests, reverse=True)]
 
 
 def measure(result: dict[str, Any], out: Path, folder: Path, arguments: argparse.Namespace) -> None:
