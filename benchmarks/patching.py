@@ -282,6 +282,27 @@ def main() -> None:
         cells = layers * group.prompt_tokens
         rounds: list[dict[str, float]] = []
         loads, spreads, worst = [], [], dict.fromkeys(ways, 0.0)
+
+        def result() -> dict[str, Any]:
+            return {
+                "environment": {
+                    "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+                    "cpus": os.cpu_count(), "machine": platform.machine(), "threads": torch.get_num_threads(),
+                    "torch": torch.__version__, "vllm": vllm.__version__, "beside": arguments.beside, **identity(),
+                },
+                "setup": {
+                    "group": arguments.group, "dtype": group.dtype, "layers": layers,
+                    "prompt_tokens": group.prompt_tokens, "hidden_size": group.shape["hidden_size"],
+                    "cells": cells, "rounds": len(rounds),
+                },
+                "ways": summarise(rounds, next(iter(ways))),
+                "largest_distance_from_hooks": {way: float(f"{error:.2g}") for way, error in worst.items()},
+                "deviation_of_cells": round(statistics.median(spreads), 3),
+                "hit_rate_offline": round(statistics.median(hit_rates), 3),
+                "load_average": loads,
+                "rounds": rounds,
+            }  # fmt: skip
+
         for number in range(group.rounds):
             speeds: dict[str, float] = {}
             loads.append(round(os.getloadavg()[0], 2))
@@ -298,25 +319,9 @@ def main() -> None:
                 worst[way] = max(worst[way], float(np.max(away)))
             rounds.append({way: speeds[way] for way in ways})
             print(json.dumps(rounds[-1]), flush=True)
-    result = {
-        "environment": {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "cpus": os.cpu_count(), "machine": platform.machine(), "threads": torch.get_num_threads(),
-            "torch": torch.__version__, "vllm": vllm.__version__, "beside": arguments.beside, **identity(),
-        },
-        "setup": {
-            "group": arguments.group, "dtype": group.dtype, "layers": layers, "prompt_tokens": group.prompt_tokens,
-            "hidden_size": group.shape["hidden_size"], "cells": cells, "rounds": group.rounds,
-        },
-        "ways": summarise(rounds, next(iter(ways))),
-        "largest_distance_from_hooks": {way: float(f"{error:.2g}") for way, error in worst.items()},
-        "deviation_of_cells": round(statistics.median(spreads), 3),
-        "hit_rate_offline": round(statistics.median(hit_rates), 3),
-        "load_average": loads,
-        "rounds": rounds,
-    }  # fmt: skip
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["ways"], indent=1))
+            # After each round, so that a run that is stopped keeps its first ones.
+            arguments.out.write_text(json.dumps(result(), indent=1) + "\n")
+    print(json.dumps(summarise(rounds, next(iter(ways))), indent=1))
     if wrong := too_far(worst, list(ways)[1], group.rounding):
         raise SystemExit(f"grids and hooks differ: {wrong}")
 

@@ -34,7 +34,7 @@ def _on_gpu(table: MakeTable) -> str:
     result = _read("gpu-patching-llama-8b.json")
     return (
         f"\nThe same on one {machine_of(result)} (`benchmarks/results/gpu-patching-llama-8b.json`): {_setup(result)}, "
-        f"{result['setup']['rounds']} rounds. {result.get('note', '')}".rstrip()
+        f"rounds: {result['setup']['rounds']}. {result.get('note', '')}".rstrip()
         + "\n\n"
         + _ways(result, table)
     )
@@ -49,16 +49,19 @@ def _setup(result: Mapping[str, Any]) -> str:
 
 
 def _ways(result: Mapping[str, Any], table: MakeTable) -> str:
+    # Absent in the result of a run that ended before it compared its grids.
+    distances = result.get("largest_distance_from_hooks")
     rows = [
         (
             way,
             f"{found['cells_per_second']:.1f}",
             "{:.2f} ({:.2f} to {:.2f})".format(*found["ratio"]),
-            f"{result['largest_distance_from_hooks'][way]:.2g}",
+            *([f"{distances[way]:.2g}"] if distances else []),
         )
         for way, found in result["ways"].items()
     ]
-    return table(("way", "cells per second", "ratio to the first", "distance"), rows)
+    heads = ("way", "cells per second", "ratio to the first", *(["distance"] if distances else []))
+    return table(heads, rows)
 
 
 def hits(table: MakeTable) -> str:
