@@ -38,11 +38,16 @@ MODULE = "probes"
 
 
 class Load(NamedTuple):
-    """Requests of the cells: prompt and output length, and the number of requests for each concurrency."""
+    """Requests of the cells: prompt and output length, and the number of requests for each concurrency.
+
+    Requests of one length that start together also end together, so that prompts arrive in waves, and the steps between
+    them only decode. With ``spread``, each length is drawn from a range of this part of it on either side.
+    """
 
     prompt: int
     output: int
     requests: dict[int, int]
+    spread: float = 0.0
 
 
 LOAD = Load(128, 128, {256: 1024, 32: 320, 1: 16})
@@ -128,9 +133,9 @@ def run_client(
     options: list[object] = [
         "--backend", "vllm", "--base-url", server.url, "--endpoint", "/v1/completions", "--model", server.model_name,
         "--tokenizer", model, "--dataset-name", "random", "--random-input-len", load.prompt,
-        "--random-output-len", load.output, "--num-prompts", load.requests[concurrency],
-        "--max-concurrency", concurrency, "--ignore-eos", "--temperature", 0, "--seed", seed, "--disable-tqdm",
-        "--percentile-metrics", "ttft,tpot,itl",
+        "--random-output-len", load.output, "--random-range-ratio", load.spread,
+        "--num-prompts", load.requests[concurrency], "--max-concurrency", concurrency,
+        "--ignore-eos", "--temperature", 0, "--seed", seed, "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl",
     ]  # fmt: skip
     if body:
         options += ["--extra-body", json.dumps(body)]
@@ -193,7 +198,7 @@ def measure(result: dict[str, Any], out: Path, folder: Path, arguments: argparse
     """Start both servers and fill ``result`` cell by cell, writing the file after each of them."""
     import vllm.benchmarks.serve  # noqa: F401  # before the servers start, so that both find its files in memory
 
-    load = TINY_LOAD if arguments.tiny else LOAD
+    load = (TINY_LOAD if arguments.tiny else LOAD)._replace(spread=arguments.spread)
     end = arguments.begin + arguments.seconds
     model = folder / "model"
     config = save_model(result["shape"], model)
@@ -263,6 +268,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model and load, on the CPU")
     parser.add_argument("--seconds", type=float, default=560, help="time limit of the whole command")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--spread", type=float, default=0.0, help="part by which the lengths of requests vary, below 1")
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=list(WAYS[1:]))
     parser.add_argument("--share", type=float, default=0.42, help="GPU memory of each server, as a part of the whole")
     parser.add_argument("--kv-gib", type=float, help="key-value cache of each server, in GiB, instead of --share")
@@ -277,7 +283,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "shape": shape,
         "environment": environment(),
-        "setup": {"prompt": load.prompt, "output": load.output, "requests": load.requests,
+        "setup": {"prompt": load.prompt, "output": load.output, "spread": arguments.spread, "requests": load.requests,
                   "share": arguments.share, "kv_gib": arguments.kv_gib,
                   "caches": "kept" if arguments.caches else "empty"},
         "note": arguments.note,

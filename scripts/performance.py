@@ -59,8 +59,8 @@ REMAINING = """
 * A captured request adds its consumer's thread and the encoding of its results to the API server's CPU time, more than the
   aim of 0.3 ms (`benchmarks/results/captured-responses.json`, against an earlier build). One layer to files
   cannot reach the aim: receiving, copying and writing the rows alone takes longer (`benchmarks/results/request-cpu.json`).
-  On hosts with slow cores this limits the throughput of captures at high concurrency; `--api-server-count` spreads the work over
-  several processes.
+  On hosts with slow cores the API server's process, which stock vLLM almost fills at concurrency 256, limits the throughput of
+  captures and of own vectors; `--api-server-count` spreads the work over several processes.
 * Graphs with taps take longer to capture than stock vLLM's, and are the largest part of what steering adds to the start of a server
   (its log has the seconds and MiB of each set).
 """

@@ -13,11 +13,15 @@ TEXT = """
 
 A steering server beside stock `vllm serve` on one {machine}, driven in turn by the client of `vllm bench serve`
 (`python -m benchmarks.serve`, {date}, vLLM {vllm}, torch {torch}; `benchmarks/results/{name}`): {prompt} random
-prompt tokens and {output} generated tokens per request, {requests}. Ratios within a round: median, minimum and maximum.
+prompt tokens and {output} generated tokens per request{varied}, {requests}. Ratios within a
+round: median, minimum and maximum.
 *CPU*: milliseconds that a request adds to stock vLLM's CPU time in the API server and in the engine core.
-Captured requests end at different times, presumably so that new ones do not arrive in waves and get their first token
-sooner. {note}
+{waves}{note}
 
+"""
+WAVES = """Requests of one length end together, so new ones arrive in waves, and the steps between waves only decode.
+Captured requests end one after another, presumably so that they get their first token sooner and more of their steps
+also compute prompts, as all steps do in traffic of mixed lengths (`--spread`; not measured yet).
 """
 
 
@@ -39,7 +43,10 @@ def served(name: str, table: MakeTable) -> str:
         )
         for each in result["figures"]
     ]
-    about = {**result["environment"], **setup, "requests": loads, "shape": result["shape"], "name": name,
+    spread = setup.get("spread", 0.0)
+    varied = f", each length up to {100 * spread:.0f} % more or less" if spread else ""
+    about = {**result["environment"], **setup, "requests": loads, "varied": varied,
+             "waves": "" if spread else WAVES, "shape": result["shape"], "name": name,
              "machine": machine_of(result), "date": date_of(result), "note": result.get("note", "")}  # fmt: skip
     heads = ("way", "concurrency", "throughput", "first token", "per token", "CPU, API server", "CPU, engine", "rounds")
     starts = [
