@@ -66,10 +66,15 @@ Transformers has no DeepSeek V4.1 and no Kimi K3.
 | capture error | the largest relative error of a captured row |
 | edit error | the largest error of a log-probability after an edit |
 
-In float32, both errors must be below 1e-4. In bfloat16, for models whose CPU kernels have no float32, a captured row may be off by
-0.8 % of the stream's length, since each sum is rounded by up to 0.4 %. At the median token, an edit may be off by 2 % of the effect of
-the strongest edit (1.1 % is the most measured; edits one sublayer late are off by 30 % or more) and by half of its own effect. Single
-tokens may be off by more: if the tests' large edits meet random weights, a rounding difference can send a token to another expert. An
+In float32, both errors must be below 1e-4. In bfloat16, for models whose CPU kernels have no float32, these limits hold:
+
+| error in bfloat16 | limit | for comparison |
+| --- | --- | --- |
+| of a captured row | 0.8 % of the stream's length | a sum is rounded by up to 0.4 % |
+| of an edit, at the median token | 2 % of the effect of the strongest edit | 1.7 % is the most measured; edits one sublayer late: 30 % or more |
+| the same | 50 % of the edit's own effect | |
+
+Single tokens may be off by more: if the tests' large edits meet random weights, a rounding difference can send a token to another expert. An
 *edit error* such as 2e+00 in bfloat16 is the largest such difference. DeepSeek V3 and V3.2, GLM 4.5 and 5, Kimi-Linear, gpt-oss, Nemotron-H,
 Gemma 4, MiniMax M3 and Ling 3, which have proofs in float32, are also compared in bfloat16 (`tests/conformance/test_bfloat16.py`). Gemma 3n is not: these
 limits are for identities inside vLLM, where both sides round alike, and its streams are compared with HF Transformers only.

@@ -156,7 +156,7 @@ def points() -> str:
         'whole site: `Edit(point="blocks.3.hook_resid_post")`, `hooks=["blocks.3.hook_resid_post"]`. Rows with a note are refused\n'
         "there, because their meaning depends on the model; the error has our name. `{i}` is the layer, and `[3]` and `.3` are\n"
         "equivalent. Prefixes of HF model classes, such as `model.`, are ignored.\n\n"
-        "`vllm_steer.site(name, num_layers=...)` returns point and layer of any of these names, and of `hidden_states[i]`, whose last\n"
+        "`vllm_steer.site(name, num_layers=...)` returns point and layer of an accepted name with a layer, and of `hidden_states[i]`, whose last\n"
         "entry it refuses.\n\n"
         + table(("library", "names", "here", "notes"), [foreign_row(name) for name in FOREIGN_NAMES])
     )

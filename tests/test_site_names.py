@@ -107,3 +107,12 @@ def test_refused_sites(name: str, problem: str) -> None:
     """Catches a place that is not a hook point served as its neighbour."""
     with pytest.raises(SteeringError, match=problem):
         site(name, num_layers=12, parallel=True)
+
+
+@pytest.mark.parametrize("name", ["hook_mlp_in", "blocks.1.hook_mlp_in", "attentions_output", "self_attn"])
+def test_inexact_names_are_refused_with_our_point(name: str) -> None:
+    """Catches an error that advises to add a layer to a name that is refused with a layer too."""
+    with pytest.raises(SteeringError, match=r"it is (post_attn|attn_out)") as caught:
+        site(name)
+    assert "has no layer" not in str(caught.value)
+    assert "None" not in str(caught.value)

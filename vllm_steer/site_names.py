@@ -211,6 +211,8 @@ def site(name: str, *, num_layers: int | None = None, parallel: bool = False) ->
     if found is None and own is None:
         hint = "write {point}.{layer} such as post_block.10, or a name as in other libraries: blocks.10.hook_resid_post"
         raise SteeringError("site", f"{shown} is not the name of a site; {hint}")
+    if found is not None and found.name.point is not None and found.name.note and not found.name.offset:
+        raise SteeringError("site", f"{shown} does not mean exactly a hook point; {found.explanation}")
     if found is not None and found.name.layer is None and found.name.point is not None and number is None:
         raise SteeringError("site", f"{shown} has no layer; write it as in {name}.10 or {name}[10]")
     if number is not None and number < 0:
@@ -218,8 +220,6 @@ def site(name: str, *, num_layers: int | None = None, parallel: bool = False) ->
     point, layer = (own, number) if found is None else (found.point, found.layer)
     if point is None or layer is None:
         raise SteeringError("site", f"{shown} is not a hook point; {'' if found is None else found.explanation}")
-    if found is not None and found.name.note and not found.name.offset:
-        raise SteeringError("site", f"{shown} does not mean exactly a hook point; {found.explanation}")
     if found is not None and found.name.offset and number == num_layers:
         raise SteeringError(
             "site",

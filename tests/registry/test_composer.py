@@ -21,7 +21,7 @@ from vllm_steer.registry.index import ModuleVersion, RegistryIndex
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.spec import Projection, parse_capture
+from vllm_steer.spec import Projection, Reference, parse_capture
 
 PROBED = {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["calm/joy", "calm/anger"]}}}
 
@@ -182,3 +182,14 @@ def test_unknown_modules_are_listed_for_clients_that_may_list_them() -> None:
     )
     assert str(error.with_names([])).endswith("registered modules: none")
     assert str(error.with_names([f"m{i}" for i in range(100)])).endswith(", ...")
+
+
+def test_a_version_that_is_not_kept_has_a_way_out() -> None:
+    """Catches an error that suggests the name of the module to a client that has given it."""
+    newest = ModuleVersion(module().digest, ModuleMetadata(), 0.0)
+    snapshot = Snapshot(RegistryIndex(modules={"calm": (newest,)}), {})
+    with pytest.raises(UnknownModuleError) as caught:
+        snapshot.find(Reference("calm", f"sha256:{0:064x}"), "steering_modules[0]")
+    message = str(caught.value.with_names(["calm", "terse"]))
+    assert "did you mean" not in message
+    assert message.endswith("omit the digest to use the newest, or register the content again")

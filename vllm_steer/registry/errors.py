@@ -21,6 +21,8 @@ class UnknownModuleError(SteeringError):
     def with_names(self, names: Collection[str]) -> UnknownModuleError:
         """Return the error with the names of registered modules, for clients that may list them."""
         named = self.problem.split("'")[1:2]
+        if named and named[0] in names:  # it lacks a version only
+            return self
         listed = ", ".join(sorted(names)[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
         hint = did_you_mean(named[0], names) if named else ""
         error = UnknownModuleError(self.field, f"{self.problem}; registered modules: {listed or 'none'}{hint}")

@@ -58,8 +58,13 @@ class Snapshot:
                 raise UnknownModuleError(field, f"unknown module {reference.name!r}")
             found = next((each for each in reversed(versions) if reference.digest in (None, each.digest)), None)
         if found is None:
-            what = "no module has" if reference.name is None else f"module {reference.name!r} has no version with"
-            raise UnknownModuleError(field, f"{what} digest {reference.digest}")
+            if reference.name is None:
+                raise UnknownModuleError(field, f"no module has digest {reference.digest}")
+            raise UnknownModuleError(
+                field,
+                f"module {reference.name!r} has no version with digest {reference.digest}; only the last versions of a "
+                "name are kept: omit the digest to use the newest, or register the content again",
+            )
         return ResolvedModule(reference.name, found.digest, reference.scale), found
 
     @cached_property
