@@ -76,6 +76,21 @@ def test_makes_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert parse_location("sqlite:////here.db", "x") == "sqlite:////here.db"
 
 
+def test_expands_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a registry in a new folder named ``~``, which a start in another folder does not find."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse_location("~/here", "x") == str(tmp_path / "here")
+    assert parse_location("sqlite:///~/here.db", "x") == f"sqlite:///{tmp_path}/here.db"
+    with pytest.raises(SteeringError, match=r"^x: ~no-such-user/here: "):
+        parse_location("~no-such-user/here", "x")
+
+
+def test_refuses_an_empty_location() -> None:
+    """Catches a registry in the present folder because a variable of a script is empty."""
+    with pytest.raises(SteeringError, match=r"^x: is empty; name a folder"):
+        parse_location("", "x")
+
+
 @pytest.mark.parametrize(("url", "package"), [("sqlite:///a", "sqlalchemy"), ("postgresql://h/d", "psycopg")])
 def test_names_a_missing_package(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an ImportError in every API server process instead of one message at start."""
@@ -150,6 +165,16 @@ def test_warns_of_network_file_systems(
         logging.getLogger("vllm").propagate = False
     with pytest.raises(SteeringError, match="SQLite needs a file system of this host"):
         open_store(f"sqlite:///{folder}/r.db")
+
+
+def test_mounts_with_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a start that fails because of a mount elsewhere, whose name is not UTF-8 or contains a line separator."""
+    names = ["/mnt/caf\udce9", "/mnt/a\u2028b", str(tmp_path)]
+    lines = [f"{i} 1 0:{i} / {name} rw - {'nfs' if i == 2 else 'ext4'} x rw" for i, name in enumerate(names)]
+    (tmp_path / "mountinfo").write_bytes(os.fsencode("\n".join(lines) + "\n"))
+    monkeypatch.setattr(mounts, "MOUNTINFO", tmp_path / "mountinfo")
+    found = [mounts.mount_of(path) for path in (tmp_path / "here", Path(names[0]), Path(names[1]))]
+    assert [mount and mount.kind for mount in found] == ["nfs", "ext4", "ext4"]
 
 
 def test_reads_this_systems_mounts() -> None:

@@ -67,21 +67,31 @@ def show_location(location: str) -> str:
 
 
 def parse_location(location: str, field: str) -> str:
-    """Return a location with absolute paths.
+    """Return a location with absolute paths. ``~`` is expanded, which shells do not do in ``--steering-registry=~/x``.
 
     Raises:
-        SteeringError: For ``field``, if it is an invalid database URL, or a package for that database is missing.
+        SteeringError: For ``field``, if it is empty, is an invalid database URL or has ``~`` of an unknown user, or a
+            package for that database is missing.
     """
+    if not location:
+        raise SteeringError(field, "is empty; name a folder, such as registry, or . for the present one")
     if not is_url(location):
-        return str(Path(location).absolute())
+        return str(_absolute(Path(location), field))
     parts = split_url(location, field)
     missing = [name for name in _MODULES[parts.scheme] if find_spec(name) is None]
     if missing:
         hint = install_hint("database")
         raise SteeringError(field, f"{parts.scheme} databases need the package {missing[0]}; {hint}")
     if parts.scheme == "sqlite":
-        return f"sqlite:///{sqlite_path(parts).absolute()}"
+        return f"sqlite:///{_absolute(sqlite_path(parts), field)}"
     return location
+
+
+def _absolute(path: Path, field: str) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise SteeringError(field, f"{path}: {error}") from None
 
 
 def sqlite_path(parts: SplitResult) -> Path:
