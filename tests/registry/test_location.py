@@ -85,6 +85,19 @@ def test_expands_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         parse_location("~no-such-user/here", "x")
 
 
+def test_paths_of_sqlite_databases(tmp_path: Path) -> None:
+    """Catches a home folder such as ``/home/user@example.org`` refused as a password, and advice to encode a path."""
+    folder = tmp_path / "user@example.org"
+    folder.mkdir(mode=0o700)
+    url = f"sqlite:///{folder}/100%25.db"
+    assert parse_location(url, "x") == show_location(url) == url
+    open_store(url)
+    assert [path.name for path in folder.iterdir()] == ["100%25.db"]
+    for name in ("a#b.db", "a?b.db", "a#"):
+        with pytest.raises(SteeringError, match=r"^x: the path of a SQLite database cannot contain '\?' or '#'"):
+            parse_location(f"sqlite:///{tmp_path}/{name}", "x")
+
+
 def test_refuses_an_empty_location() -> None:
     """Catches a registry in the present folder because a variable of a script is empty."""
     with pytest.raises(SteeringError, match=r"^x: is empty; name a folder"):

@@ -40,6 +40,12 @@ def split_url(location: str, field: str) -> SplitResult:
     if scheme not in DATABASES or not location.startswith(f"{scheme}://"):
         raise SteeringError(field, f"scheme {scheme!r} is not supported; use a folder, {EXAMPLES}")
     parts = urlsplit(location)
+    if scheme == "sqlite":  # a path, in which nothing is percent-encoded
+        if parts.netloc or parts.path in ("", "/", "/:memory:"):
+            raise SteeringError(field, "a SQLite URL is sqlite:///relative/path or sqlite:////absolute/path")
+        if parts.query or parts.fragment or location[-1] in "?#":
+            raise SteeringError(field, "the path of a SQLite database cannot contain '?' or '#'; rename it")
+        return parts
     if "@" in parts.path + parts.query + parts.fragment or parts.netloc.count("@") > 1:
         raise SteeringError(field, "'@', '/', '?' and '#' in a user name or password must be percent-encoded")
     try:
@@ -48,8 +54,6 @@ def split_url(location: str, field: str) -> SplitResult:
         raise SteeringError(field, "the port of the database URL must be a number from 0 to 65535") from None
     if parts.fragment:
         raise SteeringError(field, "a database URL has no fragment; write '#' as %23")
-    if scheme == "sqlite" and (parts.netloc or parts.query or parts.path in ("", "/", "/:memory:")):
-        raise SteeringError(field, "a SQLite URL is sqlite:///relative/path or sqlite:////absolute/path")
     return parts
 
 
