@@ -218,6 +218,11 @@ def long_threshold(folder: Path) -> str:
     return write(folder, "sae_weights.safetensors", tensors, {"architecture": "jumprelu"})
 
 
+def short_decoder(folder: Path) -> str:
+    config = {"architecture": "topk", "k": K, "rescale_acts_by_decoder_norm": True}
+    return write(folder, "sae_weights.safetensors", {**LENS_TENSORS, "W_dec": W_DEC.T[:-1]}, config)
+
+
 def quantised(folder: Path) -> str:
     return write(folder, "sae_weights.safetensors", {**LENS_TENSORS, "W_enc": (W * 50).astype(np.int8)})
 
@@ -328,3 +333,11 @@ def test_feature_of_vectors_with_two_dimensions(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_encoder(folder, "f").bias, B_ENC)
     assert check_encoder(folder, "f", HIDDEN, "ignore") == (HIDDEN, FEATURES)
     assert read_feature(folder, 7, "f")[0].bias == B_ENC[7]
+
+
+def test_doctor_refuses_a_decoder_whose_norms_an_engine_lacks(tmp_path: Path) -> None:
+    """Catches an autoencoder that doctor accepts because it has a row for the one feature that doctor reads."""
+    folder = short_decoder(tmp_path / "sae")
+    for read in (lambda: read_encoder(folder, "f"), lambda: check_encoder(folder, "f", HIDDEN, "ignore")):
+        with pytest.raises(SteeringError, match="W_dec does not have a row for each feature"):
+            read()

@@ -238,9 +238,10 @@ def _read_saelens(files: SaeFiles, hidden: int, features: int) -> SparseEncoder:
         )
     bias = files.vector("b_enc", features)
     if rescaled:
-        norms = np.linalg.norm(files.matrix("W_dec"), axis=-1).astype(np.float32)
-        if norms.shape != (features,):
+        # Of all features, also if the files were opened for one.
+        if files.shapes.get("W_dec") != files.shape[::-1]:
             raise files.refuse("W_dec does not have a row for each feature")
+        norms = np.linalg.norm(files.matrix("W_dec"), axis=-1).astype(np.float32)
         weights, bias = weights * norms, bias * norms
     if architecture == "standard":
         return SparseEncoder("relu", weights, bias, subtracted)
