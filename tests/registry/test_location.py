@@ -182,7 +182,7 @@ def test_warns_of_network_file_systems(
 
 def test_mounts_with_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a start that fails because of a mount elsewhere, whose name is not UTF-8 or contains a line separator."""
-    names = ["/mnt/caf\udce9", "/mnt/a\u2028b", str(tmp_path)]
+    names = ["/media/caf\udce9", "/media/a\u2028b", str(tmp_path)]
     lines = [f"{i} 1 0:{i} / {name} rw - {'nfs' if i == 2 else 'ext4'} x rw" for i, name in enumerate(names)]
     (tmp_path / "mountinfo").write_bytes(os.fsencode("\n".join(lines) + "\n"))
     monkeypatch.setattr(mounts, "MOUNTINFO", tmp_path / "mountinfo")
