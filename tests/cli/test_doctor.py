@@ -167,6 +167,52 @@ def test_reports_wrong_arguments(words: tuple[str, ...]) -> None:
     assert words[0] in result.stderr or "max_rows" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"architectures": [', "cannot be parsed as JSON: Expecting value"),
+        ("", "cannot be parsed as JSON: Expecting value"),
+        (b"\x8f", "cannot be parsed as JSON: 'utf-8' codec"),
+        ("[1]", "must contain a JSON object"),
+        ('{"architectures": "LlamaForCausalLM"}', "architectures: must be a list of names"),
+    ],
+)
+def test_reports_a_damaged_configuration(text: str | bytes, problem: str, tmp_path: Path) -> None:
+    """Catches a damaged download that is reported as a model for which this machine lacks a GPU."""
+    (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = invoke(str(tmp_path))
+    assert result.exit_code == 2
+    assert f"{tmp_path}/config.json: {problem}" in result.stderr
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--sae", "topics"), "must be NAME=FOLDER, not 'topics'"),
+        (("--sae", "topics="), "must be NAME=FOLDER, not 'topics='"),
+        (("--sae", "topics=a", "--sae", "topics=b"), "the name 'topics' is given twice"),
+        (("--max-num-seqs", "0"), "must be at least 1, not 0"),
+        (("--max-num-batched-tokens", "0"), "must be at least 1, not 0"),
+    ],
+)
+def test_refuses_arguments_like_the_server(words: tuple[str, ...], problem: str) -> None:
+    """Catches an autoencoder in the present folder, one that is ignored, and limits reported as a model's problem."""
+    result = invoke("demo/model", *words)
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
+def test_examines_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a child process that imports packages of the present folder, such as a checkout of vLLM."""
+    for name in ("vllm", "numpy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('of the present folder')")
+    monkeypatch.chdir(tmp_path)
+    done = command._start_module("vllm_steer.models.sae_files")  # imports numpy
+    assert done.returncode == 0, done.stderr
+
+
 def test_has_an_option_for_each_memory_limit() -> None:
     """Catches a memory limit without an option; the other limits are timeouts and graph sets."""
     text = invoke("--help").stdout

@@ -16,6 +16,7 @@ import vllm_steer
 from tests.registry.modules import module, vector
 from vllm_steer import SteeringError
 from vllm_steer.cli.main import app as commands
+from vllm_steer.cli.output import print_table
 from vllm_steer.registry.module_files import write_module
 
 BASE = {"base": {"post_block": {"1": vector(1).tolist()}}}
@@ -94,6 +95,8 @@ def test_unreachable_server() -> None:
         ("--plot", "folder.png", "is a folder; name a file in it"),
         ("--html", "folder.png", "is a folder; name a file in it"),
         ("--out", "folder.png", "is a folder; name a file in it"),
+        ("--out", "none/grid", "folder not found: "),
+        ("--out", "x" * 300, "cannot be written: File name too long"),
     ],
 )
 def test_patch_checks_its_files_first(option: str, name: str, message: str, tmp_path: Path) -> None:
@@ -104,6 +107,13 @@ def test_patch_checks_its_files_first(option: str, name: str, message: str, tmp_
     assert message in shown
     shown = run("http://127.0.0.1:9", "patch", str(tmp_path / "study.json"), option, str(tmp_path / "a.svg"), status=1)
     assert "cannot reach" in shown
+    assert not (tmp_path / "a.svg").exists()
+
+
+def test_tables_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a row of several lines, of which ``grep`` finds one."""
+    print_table(("name", "description"), [("calm", "word " * 800), ("terse", "")])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines() if "word" in line] == [["calm", "word"]]
 
 
 def test_chat(url: str, app: FastAPI) -> None:

@@ -55,7 +55,7 @@ def test_reports_a_difference(new: dict[str, str], expected: str) -> None:
 
 
 def test_the_command_writes_a_report(tmp_path: Path) -> None:
-    """Catches a command that does not read folders, and a traceback for a file that does not exist."""
+    """Catches a command that does not read folders, and a traceback for a file or folder that does not exist."""
     for name, each in (("old", files()), ("new", files(body="return 2"))):
         for path, text in each.items():
             (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +63,10 @@ def test_the_command_writes_a_report(tmp_path: Path) -> None:
     arguments = ["diff", str(tmp_path / "new"), "--old", str(tmp_path / "old"), "--output", str(tmp_path / "page.md")]
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     assert SCHEDULER in (tmp_path / "page.md").read_text()
+    arguments[-1] = str(tmp_path / "none" / "page.md")
+    lost = CliRunner().invoke(app, arguments)
+    assert lost.exit_code == 2
+    assert "page.md cannot be written: No such file or directory" in lost.output
     wrong = CliRunner().invoke(app, ["diff", str(tmp_path / "missing.whl")])
     assert wrong.exit_code == 2
     assert "missing.whl" in wrong.output

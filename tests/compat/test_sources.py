@@ -77,6 +77,14 @@ def test_refuses_other_sources(source: str) -> None:
         open_source(source)
 
 
+@pytest.mark.parametrize("name", ["vllm-9.9.9-py3-none-any.whl", "vllm-9.9.9.tar.gz"])
+def test_refuses_damaged_files(name: str, tmp_path: Path) -> None:
+    """Catches a traceback for a file whose download was not complete."""
+    (tmp_path / name).write_bytes(b"PK\x03\x04 not complete")
+    with pytest.raises(SourceError, match=f"{name} cannot be read: "):
+        open_source(str(tmp_path / name))
+
+
 def test_refuses_files_without_the_package(tmp_path: Path) -> None:
     """Catches a wheel of another project that counts as a vLLM without seams."""
     wheel = tmp_path / "other-1.0-py3-none-any.whl"

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from safetensors.numpy import save_file
 
 from vllm_steer import SteeringError
-from vllm_steer.models.sae import encoder_bytes, encoder_shape, read_encoder, read_feature
+from vllm_steer.models.sae import check_encoder, encoder_bytes, encoder_shape, read_encoder, read_feature
 from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.taps.heads import largest_outputs
 from vllm_steer.taps.sparse_encoder import SparseEncoderHead
@@ -211,6 +213,32 @@ def short_bias(folder: Path) -> str:
     return write(folder, "sae_weights.safetensors", {**LENS_TENSORS, "b_enc": B_ENC[:-1]})
 
 
+def long_threshold(folder: Path) -> str:
+    tensors = {**LENS_TENSORS, "threshold": np.tile(THRESHOLD, 2)}
+    return write(folder, "sae_weights.safetensors", tensors, {"architecture": "jumprelu"})
+
+
+def short_decoder(folder: Path) -> str:
+    config = {"architecture": "topk", "k": K, "rescale_acts_by_decoder_norm": True}
+    return write(folder, "sae_weights.safetensors", {**LENS_TENSORS, "W_dec": W_DEC.T[:-1]}, config)
+
+
+def quantised(folder: Path) -> str:
+    return write(folder, "sae_weights.safetensors", {**LENS_TENSORS, "W_enc": (W * 50).astype(np.int8)})
+
+
+def cut(folder: Path) -> str:
+    """Write an archive whose decoder lacks its last row."""
+    folder.mkdir()
+    whole = {"W_dec": np.ascontiguousarray(W_DEC.T), "W_enc": W, **SCOPE}
+    with zipfile.ZipFile(folder / "params.npz", "w") as archive:
+        for name, array in whole.items():
+            buffer = io.BytesIO()
+            np.lib.format.write_array(buffer, array)
+            archive.writestr(f"{name}.npy", buffer.getvalue()[: -4 * HIDDEN if name == "W_dec" else None])
+    return str(folder)
+
+
 def not_finite(folder: Path) -> str:
     return write(folder, "sae_weights.safetensors", {**LENS_TENSORS, "b_enc": np.full(FEATURES, np.nan, np.float32)})
 
@@ -267,6 +295,9 @@ def encrypted(folder: Path) -> str:
         (damaged_array, "cannot be read"),
         (encrypted, "cannot be read"),
         (short_bias, "b_enc has 19 numbers, expected 20"),
+        (long_threshold, "threshold has 40 numbers, expected 20"),
+        (quantised, "W_enc of .* must have the dtype F64, F32, F16, BF16, not I8"),
+        (cut, r"x: W_dec.npy of .* has 584 bytes; its shape \(20, 6\) has 608"),
         (not_finite, "not finite"),
     ],
 )
@@ -282,3 +313,31 @@ def test_refused_as_a_feature(make: Callable[[Path], str], tmp_path: Path) -> No
     """Catches an edit that writes a direction of another site or of another norm."""
     with pytest.raises(SteeringError, match="not supported"):
         read_feature(make(tmp_path / "sae"), 3, "steering[0]")
+
+
+@pytest.mark.parametrize("make", [short_bias, long_threshold, quantised, cut])
+def test_one_feature_is_refused_with_the_rest(make: Callable[[Path], str], tmp_path: Path) -> None:
+    """Catches a feature, and an autoencoder that doctor accepts, of files that an engine refuses."""
+    folder = make(tmp_path / "sae")
+    with pytest.raises(SteeringError) as refused:
+        read_encoder(folder, "f")
+    for read in (lambda: read_feature(folder, 3, "f"), lambda: check_encoder(folder, "f", HIDDEN, "ignore")):
+        with pytest.raises(SteeringError) as again:
+            read()
+        assert again.value.problem == refused.value.problem
+
+
+def test_feature_of_vectors_with_two_dimensions(tmp_path: Path) -> None:
+    """Catches a refusal of one feature, and by doctor, of an autoencoder that an engine serves."""
+    folder = write(tmp_path / "sae", "sae_weights.safetensors", {**LENS_TENSORS, "b_enc": B_ENC[None]})
+    np.testing.assert_array_equal(read_encoder(folder, "f").bias, B_ENC)
+    assert check_encoder(folder, "f", HIDDEN, "ignore") == (HIDDEN, FEATURES)
+    assert read_feature(folder, 7, "f")[0].bias == B_ENC[7]
+
+
+def test_doctor_refuses_a_decoder_whose_norms_an_engine_lacks(tmp_path: Path) -> None:
+    """Catches an autoencoder that doctor accepts because it has a row for the one feature that doctor reads."""
+    folder = short_decoder(tmp_path / "sae")
+    for read in (lambda: read_encoder(folder, "f"), lambda: check_encoder(folder, "f", HIDDEN, "ignore")):
+        with pytest.raises(SteeringError, match="W_dec does not have a row for each feature"):
+            read()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -95,6 +96,18 @@ def test_does_not_follow_links(root: Path, tmp_path: Path) -> None:
     (root / "index.json").symlink_to(tmp_path / "index.json")
     with pytest.raises(RegistryUnavailableError):
         DirectoryStore(root)
+
+
+def test_names_a_directory_that_was_replaced(root: Path) -> None:
+    """Catches "No such file or directory" for a folder that exists, since the server has the removed one open."""
+    running = registry(DirectoryStore(root))
+    shutil.rmtree(root)
+    with pytest.raises(RegistryUnavailableError, match="registry: No such file or directory"):
+        running.list()
+    registry(DirectoryStore(root)).register("calm", **content())
+    for use in (running.list, lambda: running.register("calm", **content())):
+        with pytest.raises(RegistryUnavailableError, match="registry was replaced; restart the server"):
+            use()
 
 
 def test_rejects_directory_writable_by_others(root: Path) -> None:

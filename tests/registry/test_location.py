@@ -76,6 +76,34 @@ def test_makes_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert parse_location("sqlite:////here.db", "x") == "sqlite:////here.db"
 
 
+def test_expands_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a registry in a new folder named ``~``, which a start in another folder does not find."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse_location("~/here", "x") == str(tmp_path / "here")
+    assert parse_location("sqlite:///~/here.db", "x") == f"sqlite:///{tmp_path}/here.db"
+    with pytest.raises(SteeringError, match=r"^x: ~no-such-user/here: "):
+        parse_location("~no-such-user/here", "x")
+
+
+def test_paths_of_sqlite_databases(tmp_path: Path) -> None:
+    """Catches a home folder such as ``/home/user@example.org`` refused as a password, and advice to encode a path."""
+    folder = tmp_path / "user@example.org"
+    folder.mkdir(mode=0o700)
+    url = f"sqlite:///{folder}/100%25.db"
+    assert parse_location(url, "x") == show_location(url) == url
+    open_store(url)
+    assert [path.name for path in folder.iterdir()] == ["100%25.db"]
+    for name in ("a#b.db", "a?b.db", "a#"):
+        with pytest.raises(SteeringError, match=r"^x: the path of a SQLite database cannot contain '\?' or '#'"):
+            parse_location(f"sqlite:///{tmp_path}/{name}", "x")
+
+
+def test_refuses_an_empty_location() -> None:
+    """Catches a registry in the present folder because a variable of a script is empty."""
+    with pytest.raises(SteeringError, match=r"^x: is empty; name a folder"):
+        parse_location("", "x")
+
+
 @pytest.mark.parametrize(("url", "package"), [("sqlite:///a", "sqlalchemy"), ("postgresql://h/d", "psycopg")])
 def test_names_a_missing_package(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an ImportError in every API server process instead of one message at start."""
@@ -150,6 +178,16 @@ def test_warns_of_network_file_systems(
         logging.getLogger("vllm").propagate = False
     with pytest.raises(SteeringError, match="SQLite needs a file system of this host"):
         open_store(f"sqlite:///{folder}/r.db")
+
+
+def test_mounts_with_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a start that fails because of a mount elsewhere, whose name is not UTF-8 or contains a line separator."""
+    names = ["/media/caf\udce9", "/media/a\u2028b", str(tmp_path)]
+    lines = [f"{i} 1 0:{i} / {name} rw - {'nfs' if i == 2 else 'ext4'} x rw" for i, name in enumerate(names)]
+    (tmp_path / "mountinfo").write_bytes(os.fsencode("\n".join(lines) + "\n"))
+    monkeypatch.setattr(mounts, "MOUNTINFO", tmp_path / "mountinfo")
+    found = [mounts.mount_of(path) for path in (tmp_path / "here", Path(names[0]), Path(names[1]))]
+    assert [mount and mount.kind for mount in found] == ["nfs", "ext4", "ext4"]
 
 
 def test_reads_this_systems_mounts() -> None:

@@ -289,11 +289,13 @@ def test_global_steering_that_cannot_be_served_is_named_at_start(backend: Backen
         registry(backend.open(), max_norm=1)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"version": 99}', '{"modules": {"x": 1}}', '{"epoch": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"version": 99}', '{"modules": {"x": 1}}', '{"epoch": "x"}', '{"modules": {"\udcff": []}}']
+)
 def test_damaged_index_prevents_start(backend: Backend, text: str) -> None:
-    """Catches a registry that starts empty because its index cannot be read."""
+    """Catches a registry that starts empty because its index cannot be read, and an error of Python's for it."""
     registry(backend.open()).register("calm", **content())
-    backend.damage_index(text.encode())
+    backend.damage_index(text.encode(errors="surrogateescape"))
     with pytest.raises(RegistryUnavailableError, match="index"):
         backend.open()
 

@@ -55,7 +55,7 @@ def run(path: Path, settings: Mapping[str, Any], engine: Mapping[str, Any], *, a
                 print_report(report)
             supported = report.problem is None
             proof = prove(model, bool(engine.get("trust_remote_code"))) if with_proof and supported else None
-    except (FileNotFoundError, SteeringError) as error:
+    except (OSError, SteeringError) as error:
         raise fail(error, status=2) from None
     except DoctorError as error:
         raise fail(f"the model could not be examined: {error}") from None
@@ -75,16 +75,33 @@ def model_folder(path: Path) -> Iterator[Path]:
 
     Raises:
         FileNotFoundError: ``path`` is neither a model folder nor a file.
+        SteeringError: The file is not the configuration of a model.
     """
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{path} is neither a local model folder nor a {CONFIG}; download the {CONFIG} first")
+    _check_config(file)
     if file.name == CONFIG:
         yield file.parent
         return
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(file, Path(folder) / CONFIG)
         yield Path(folder)
+
+
+def _check_config(file: Path) -> None:
+    """Raise SteeringError if a file cannot be the configuration of a model, which vLLM is not asked to read then."""
+    from vllm_steer.errors import SteeringError
+
+    try:
+        config = json.loads(file.read_bytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise SteeringError(str(file), f"cannot be parsed as JSON: {str(error)[:200]}; download it again") from None
+    if not isinstance(config, dict):
+        raise SteeringError(str(file), "must contain a JSON object, the configuration of a model")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise SteeringError(f"{file}: architectures", "must be a list of names, such as LlamaForCausalLM")
 
 
 def examine(model: Path, settings: Mapping[str, Any], engine: Mapping[str, Any]) -> CapabilityReport:
@@ -133,7 +150,8 @@ def _run_module(module: str, mark: str, *arguments: str, stdin: str = "") -> dic
 
 def _start_module(module: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", module, *arguments]
+    # -P: not with the packages in the present folder, which this process does not import either.
+    command = [sys.executable, "-P", "-m", module, *arguments]
     return subprocess.run(command, input=stdin, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_steer.cli.output import fail
+from vllm_steer.cli.output import check_output, fail
 
 if TYPE_CHECKING:
     from vllm_steer.testing.fuzz.session import Report, Session
@@ -33,6 +33,8 @@ def fuzz(
     from vllm_steer.testing.fuzz.model import prepare_environment, save_tiny_llama
     from vllm_steer.testing.fuzz.session import Session
 
+    if out is not None:
+        check_output(out)
     prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
         model = model or str(save_tiny_llama(Path(folder)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -84,9 +85,15 @@ def doctor(
         "capture_rows": capture_rows,
         "capture_mib": capture_mib,
     }
+    for option, value in (("--max-num-batched-tokens", max_num_batched_tokens), ("--max-num-seqs", max_num_seqs)):
+        if value is not None and value < 1:
+            raise typer.BadParameter(f"must be at least 1, not {value}", param_hint=option)
     batch = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
-    saes = {name: folder for name, _, folder in (text.partition("=") for text in sae or ())}
-    settings = {"saes": saes, "allow_unproven": allow_unproven, "points": points.split(",") if points else []}
+    settings = {
+        "saes": _named_folders(sae or ()),
+        "allow_unproven": allow_unproven,
+        "points": points.split(",") if points else [],
+    }
     run(
         model,
         {**settings, **_given(limits)},
@@ -94,6 +101,19 @@ def doctor(
         as_json=as_json,
         with_proof=prove,
     )
+
+
+def _named_folders(texts: Iterable[str]) -> dict[str, str]:
+    """Return the folders of ``--sae`` by name."""
+    folders: dict[str, str] = {}
+    for text in texts:
+        name, _, folder = text.partition("=")
+        if not folder:  # an empty path is the present folder
+            raise typer.BadParameter(f"must be NAME=FOLDER, not {text!r}", param_hint="--sae")
+        if name in folders:
+            raise typer.BadParameter(f"the name {name!r} is given twice", param_hint="--sae")
+        folders[name] = folder
+    return folders
 
 
 def _given(options: dict[str, int | None]) -> dict[str, int]:

@@ -6,9 +6,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
+
+_PIPE_WIDTH = 1_000_000
+"""Characters of a line in a pipe: more than any table has."""
 
 
 def printable(text: str) -> str:
@@ -28,13 +32,31 @@ def print_table(columns: tuple[str, ...], lines: Iterable[tuple[Any, ...]]) -> N
         table.add_column(column, overflow="fold")
     for line in lines:
         table.add_row(*(Text(printable(str(cell))) for cell in line))
-    Console(highlight=False, width=None if sys.stdout.isatty() else 1000).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
 
 
 def fail(error: object, status: int = 1) -> typer.Exit:
     """Print an error message to stderr and return the exception that ends the command with ``status``."""
     typer.echo(f"error: {error}", err=True)
     return typer.Exit(status)
+
+
+def check_output(path: Path) -> None:
+    """End the command unless the file can be written. For commands that take long to compute what they write."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise fail(f"folder not found: {folder}")
+    try:
+        if path.is_dir():
+            raise fail(f"{path} is a folder; name a file in it")
+        existed = path.exists()
+        if existed and not path.is_file():  # a pipe would see its writer come and go
+            return
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise fail(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, connect
-from vllm_steer.cli.output import fail, failing_on, print_table
+from vllm_steer.cli.output import check_output, fail, failing_on, print_table
 
 if TYPE_CHECKING:
     from vllm_steer.patching import PatchingResult
@@ -39,10 +39,8 @@ def patch(
     if model is None and dtype != "auto":
         raise typer.BadParameter("has no effect on a server; give it with --model", param_hint="--dtype")
     for path in (plot, html, out):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise fail(f"folder not found: {path.absolute().parent}")
-        if path is not None and path.is_dir():
-            raise fail(f"{path} is a folder; name a file in it")
+        if path is not None:
+            check_output(path)
     if plot is not None:
         _check_image(plot)
     try:
@@ -60,7 +58,7 @@ def patch(
     if out is not None:
         result.save(out)
     if html is not None:
-        html.write_text(result.to_html())
+        html.write_text(result.to_html(), encoding="utf-8")
     if plot is not None:
         result.plot(plot)
     _print(result)

@@ -36,8 +36,12 @@ def diff(
         raise typer.Exit(2) from None
     if output is None:
         typer.echo(report, nl=False)
-    else:
-        output.write_text(report)
+        return
+    try:
+        output.write_text(report, encoding="utf-8")
+    except OSError as error:
+        typer.echo(f"error: {output} cannot be written: {error.strerror or error}", err=True)
+        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

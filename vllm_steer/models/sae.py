@@ -17,86 +17,18 @@ than the encoder reads. ``params.npz`` has no configuration: lower-case keys (``
 
 from __future__ import annotations
 
-import json
-import struct
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
-import safetensors
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_SAE_FEATURES, MAX_WIDTH
 from vllm_steer.models.centring import Centring, subtracts_means, without_row_means
+from vllm_steer.models.sae_files import DECODER_FACTORS, DECODERS, SaeFiles, open_files
 from vllm_steer.spec.scalars import is_integer, shown
 from vllm_steer.taps.sparse_encoder import FloatArray, SparseEncoder
 
-_FORMATS: Mapping[str, tuple[str, str]] = {
-    "saelens": ("sae_weights.safetensors", "cfg.json"),
-    "sparsify": ("sae.safetensors", "cfg.json"),
-    "gemma-scope-2": ("params.safetensors", "config.json"),
-    "gemma-scope": ("params.npz", ""),
-}
-"""Files of weights and of the configuration by format."""
-_MAX_CONFIG_BYTES = 1 << 20
-_HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
-"""Readers of the headers of arrays by the version of their format."""
 _HOOK_KEYS, _HEAD_KEYS = ("hook_name", "hook_point"), ("hook_head_index", "hook_point_head_index")
 """Settings of SAELens for the place of an autoencoder, by their present and their older names."""
-_ARCHIVE_ERRORS = (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error)
-"""Errors of damaged, encrypted or unknown archives, of their compression and of their arrays."""
-_DECODERS = ("W_dec", "w_dec")
 _SKIPS = ("W_skip", "affine_skip_connection")
 """Weights of transcoders with a skip connection."""
-_DECODER_FACTORS = ("finetuning_scaling_factor", "scaling_factor")
-"""Factors of the activations ahead of the decoder that SAELens finetunes, by their present and their older name."""
-_FEATURE_AXES: Mapping[str, int] = {
-    **dict.fromkeys(("W_enc", "w_enc"), 1),
-    **dict.fromkeys(
-        (*_DECODERS, *_DECODER_FACTORS, "encoder.weight", "encoder.bias",
-         "b_enc", "threshold", "b_gate", "r_mag", "b_mag"),
-        0,
-    ),
-}  # fmt: skip
-"""Axis of the features of each tensor that has one."""
-
-
-@dataclass(frozen=True)
-class _Files:
-    """Weights and configuration of an autoencoder."""
-
-    field: str
-    form: str
-    config: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    read: Callable[[str], FloatArray]
-    """Returns a tensor, of one feature only if the files were opened for one."""
-
-    def refuse(self, problem: str) -> SteeringError:
-        """Return the error for a problem with these files."""
-        return SteeringError(self.field, f"{problem} ({self.form})")
-
-    def matrix(self, name: str, *, transposed: bool = False) -> FloatArray:
-        """Return the weights ``[hidden, features]``."""
-        found = self.read(name)
-        return np.ascontiguousarray(found.T) if transposed else found
-
-    def vector(self, name: str, length: int) -> FloatArray:
-        """Return a tensor of ``length`` numbers; one number stands for equal ones."""
-        found = self.read(name).reshape(-1)
-        if len(found) == 1:
-            found = np.full(length, found[0], dtype=np.float32)
-        if len(found) != length:
-            raise self.refuse(f"{name} has {len(found)} numbers, expected {length}")
-        return found
 
 
 def encoder_shape(folder: str, field: str, hidden_size: int | None = None) -> tuple[int, int]:
@@ -110,7 +42,7 @@ def encoder_shape(folder: str, field: str, hidden_size: int | None = None) -> tu
     Raises:
         SteeringError: The folder has no autoencoder of a known format, or it has another width.
     """
-    hidden, features = _shape_of(_open(folder, field))
+    hidden, features = open_files(folder, field).shape
     if hidden_size not in (None, hidden):
         raise SteeringError(field, f"has width {hidden}, but this model's hidden size is {hidden_size}")
     return hidden, features
@@ -122,19 +54,8 @@ def check_encoder(folder: str, field: str, hidden_size: int, centring: Centring)
     Of the weights, only one feature is read.
     """
     shape = encoder_shape(folder, field, hidden_size)
-    _encoder_of(_open(folder, field, 0), hidden_size, 1, centring)
+    _encoder_of(open_files(folder, field, 0), hidden_size, 1, centring)
     return shape
-
-
-def _shape_of(files: _Files) -> tuple[int, int]:
-    name, transposed = _weights_of(files)
-    shape = files.shapes.get(name, ())
-    if len(shape) != 2:
-        raise files.refuse(f"{name} is missing or is not a matrix")
-    hidden, features = shape[::-1] if transposed else shape
-    if not (0 < hidden <= MAX_WIDTH and 0 < features <= MAX_SAE_FEATURES):
-        raise files.refuse(f"has {features} features of width {hidden}; at most {MAX_SAE_FEATURES} of {MAX_WIDTH}")
-    return hidden, features
 
 
 def encoder_bytes(shape: tuple[int, int]) -> int:
@@ -154,8 +75,8 @@ def read_encoder(folder: str, field: str, centring: Centring = "unknown") -> Spa
     Raises:
         SteeringError: A file is damaged, or the autoencoder is of a kind that is not supported.
     """
-    files = _open(folder, field)
-    return _encoder_of(files, *_shape_of(files), centring)
+    files = open_files(folder, field)
+    return _encoder_of(files, *files.shape, centring)
 
 
 def read_feature(
@@ -177,8 +98,8 @@ def read_feature(
     hidden, features = encoder_shape(folder, field)
     if not 0 <= index < features:
         raise SteeringError(field, f"feature {index} does not exist; the autoencoder has features 0 to {features - 1}")
-    files = _open(folder, field, index)
-    name = next((name for name in _DECODERS if name in files.shapes), None)
+    files = open_files(folder, field, index)
+    name = next((name for name in DECODERS if name in files.shapes), None)
     if name is None or files.shapes[name] != (features, hidden):
         raise files.refuse(f"has no decoder of shape {[features, hidden]}")
     decoder = files.read(name)[0]
@@ -190,7 +111,7 @@ def read_feature(
     return _encoder_of(files, hidden, 1, centring), decoder
 
 
-def _encoder_of(files: _Files, hidden: int, features: int, centring: Centring) -> SparseEncoder:
+def _encoder_of(files: SaeFiles, hidden: int, features: int, centring: Centring) -> SparseEncoder:
     _refuse_transcoder(files, hidden)
     made = {
         "saelens": _read_saelens,
@@ -206,115 +127,7 @@ def _encoder_of(files: _Files, hidden: int, features: int, centring: Centring) -
     return made
 
 
-def _open(folder: str, field: str, feature: int | None = None) -> _Files:
-    root = Path(folder)
-    for form, (weights, config) in _FORMATS.items():
-        if (root / weights).is_file() and (not config or (root / config).is_file()):
-            settings = _read_config(root / config, field) if config else {}
-            opener = _open_npz if weights.endswith(".npz") else _open_safetensors
-            return opener(root / weights, field, form, settings, feature)
-    expected = "; ".join(" and ".join(filter(None, files)) for files in _FORMATS.values())
-    raise SteeringError(field, f"{folder} has no autoencoder; expected {expected}")
-
-
-def _read_config(path: Path, field: str) -> Mapping[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise SteeringError(field, f"{path} is larger than {_MAX_CONFIG_BYTES} bytes")
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise SteeringError(field, f"{path} cannot be read: {str(error)[:200]}") from None
-    if not isinstance(config, dict):
-        raise SteeringError(field, f"{path} must contain a JSON object")
-    return config
-
-
-def _part(name: str, shape: tuple[int, ...], feature: int | None) -> tuple[slice, ...]:
-    """Return the index of a feature's part of a tensor; one number stands for all features."""
-    axis = _FEATURE_AXES.get(name)
-    if feature is None or axis is None or axis >= len(shape) or shape[axis] == 1:
-        return (slice(None),) * len(shape)
-    return (*(slice(None),) * axis, slice(feature, feature + 1), *(slice(None),) * (len(shape) - axis - 1))
-
-
-def _open_safetensors(path: Path, field: str, form: str, config: Mapping[str, Any], feature: int | None) -> _Files:
-    def opened() -> Any:
-        return safetensors.safe_open(str(path), framework="pt")
-
-    def read(name: str) -> FloatArray:
-        try:
-            with opened() as file:
-                part = _part(name, shapes.get(name, ()), feature)
-                # A scalar has no slices.
-                tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
-                array: FloatArray = tensor.float().numpy()
-        except (safetensors.SafetensorError, OSError) as error:
-            raise SteeringError(field, f"{name} of {path} cannot be read: {str(error)[:200]}") from None
-        return array
-
-    try:
-        with opened() as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, OSError) as error:
-        raise SteeringError(field, f"{path} cannot be read: {str(error)[:200]}") from None
-    return _Files(field, form, config, shapes, read)
-
-
-def _open_npz(path: Path, field: str, form: str, config: Mapping[str, Any], feature: int | None) -> _Files:
-    """Open an archive of arrays. Shapes come from the headers, so that a compressed archive cannot fill the memory."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for member in archive.namelist():
-                with archive.open(member) as file:
-                    version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
-                    shape, _, dtype = _HEADERS[version](file)
-                if dtype.kind != "f":
-                    raise SteeringError(field, f"{member} of {path} must contain floating-point numbers, not {dtype}")
-                size, most = archive.getinfo(member).file_size, int(np.prod(shape)) * dtype.itemsize + 4096
-                if size > most:
-                    raise SteeringError(field, f"{member} of {path} is larger than its shape {shape}")
-                shapes[member.removesuffix(".npy")] = shape
-    except _ARCHIVE_ERRORS as error:
-        raise SteeringError(field, f"{path} cannot be read: {str(error)[:200]}") from None
-
-    def read(name: str) -> FloatArray:
-        if name not in shapes:
-            raise SteeringError(field, f"{path} has no array {name}")
-        part = _part(name, shapes[name], feature)
-        try:
-            with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
-                member = archive.getinfo(f"{name}.npy")
-                if feature is not None and member.compress_type == zipfile.ZIP_STORED:
-                    return _mapped(path, member, file)[part].astype(np.float32)
-                # Without pickled objects, which is the default.
-                whole = np.asarray(np.lib.format.read_array(file), dtype=np.float32)  # type: ignore[no-untyped-call]
-                return whole[part]
-        except _ARCHIVE_ERRORS as error:
-            raise SteeringError(field, f"{name} of {path} cannot be read: {str(error)[:200]}") from None
-
-    return _Files(field, form, config, shapes, read)
-
-
-def _mapped(path: Path, member: zipfile.ZipInfo, file: Any) -> npt.NDArray[Any]:
-    """Return an array that an archive holds without compression, mapped into memory."""
-    shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)  # type: ignore[no-untyped-call]
-    with path.open("rb") as raw:
-        raw.seek(member.header_offset + 26)
-        lengths = struct.unpack("<HH", raw.read(4))
-    # The member begins behind its local header, a name and extra data of these lengths.
-    offset = member.header_offset + 30 + sum(lengths) + file.tell()
-    return np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C")
-
-
-def _weights_of(files: _Files) -> tuple[str, bool]:
-    """Return the name of the encoder's weights, and whether they are ``[features, hidden]``."""
-    if files.form == "sparsify":
-        return "encoder.weight", True
-    return next((name for name in ("W_enc", "w_enc") if name in files.shapes), "W_enc"), False
-
-
-def _refuse_transcoder(files: _Files, hidden: int) -> None:
+def _refuse_transcoder(files: SaeFiles, hidden: int) -> None:
     """Raise SteeringError if the decoder writes another site than the encoder reads."""
     config, shapes = files.config, files.shapes
     sites: list[tuple[object, object]] = []
@@ -330,41 +143,41 @@ def _refuse_transcoder(files: _Files, hidden: int) -> None:
         any(first != second for first, second in sites)
         or config.get("affine_connection")
         or any(name in shapes for name in _SKIPS)
-        or any(name in shapes and shapes[name][-1:] != (hidden,) for name in _DECODERS)
+        or any(name in shapes and shapes[name][-1:] != (hidden,) for name in DECODERS)
         or (files.form == "gemma-scope" and "w_enc" in shapes)
     ):
         raise files.refuse("transcoders are not supported; use an autoencoder of one site")
 
 
-def _is_rescaled(files: _Files) -> bool:
+def _is_rescaled(files: SaeFiles) -> bool:
     """Return whether activations are multiplied by the norms of the decoder's rows, which then count as normalized."""
     return files.form == "saelens" and bool(files.config.get("rescale_acts_by_decoder_norm"))
 
 
-def _decoder_factor(files: _Files) -> np.float32:
+def _decoder_factor(files: SaeFiles) -> np.float32:
     """Return the factor of a feature's activation ahead of the decoder; raise SteeringError if it is not clear."""
-    name = next((name for name in _DECODER_FACTORS if name in files.shapes), None)
+    name = next((name for name in DECODER_FACTORS if name in files.shapes), None)
     factor = np.float32(1.0) if name is None else files.vector(name, 1)[0]
     # For a time, SAELens saved factors of one with every autoencoder.
-    if bool(files.config.get(_DECODER_FACTORS[0])) != (name is not None) and (name is None or factor != 1.0):
+    if bool(files.config.get(DECODER_FACTORS[0])) != (name is not None) and (name is None or factor != 1.0):
         there = "has no such tensor" if name is None else f"has the tensor {name}, which is not used"
         raise files.refuse(f"finetuning_scaling_factor of the configuration disagrees with the weights: it {there}")
     return np.float32(factor)
 
 
-def _read_gemma_scope(files: _Files, hidden: int, features: int) -> SparseEncoder:
+def _read_gemma_scope(files: SaeFiles, hidden: int, features: int) -> SparseEncoder:
     architecture = files.config.get("architecture", "jump_relu")
     if architecture != "jump_relu":
         raise files.refuse(f"architecture {shown(architecture)} is not supported; use jump_relu")
     return SparseEncoder(
         "jumprelu",
-        files.matrix(_weights_of(files)[0]),
+        files.matrix(files.weights[0]),
         files.vector("b_enc", features),
         threshold=files.vector("threshold", features),
     )
 
 
-def _read_sparsify(files: _Files, hidden: int, features: int) -> SparseEncoder:
+def _read_sparsify(files: SaeFiles, hidden: int, features: int) -> SparseEncoder:
     config = files.config
     for name in ("transcode", "skip_connection", "signed"):
         if config.get(name):
@@ -381,7 +194,7 @@ def _read_sparsify(files: _Files, hidden: int, features: int) -> SparseEncoder:
     )
 
 
-def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
+def _read_saelens(files: SaeFiles, hidden: int, features: int) -> SparseEncoder:
     config = files.config
     metadata = config.get("metadata")
     normalization = config.get("normalize_activations", "none")
@@ -425,9 +238,10 @@ def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
         )
     bias = files.vector("b_enc", features)
     if rescaled:
-        norms = np.linalg.norm(files.matrix("W_dec"), axis=-1).astype(np.float32)
-        if norms.shape != (features,):
+        # Of all features, also if the files were opened for one.
+        if files.shapes.get("W_dec") != files.shape[::-1]:
             raise files.refuse("W_dec does not have a row for each feature")
+        norms = np.linalg.norm(files.matrix("W_dec"), axis=-1).astype(np.float32)
         weights, bias = weights * norms, bias * norms
     if architecture == "standard":
         return SparseEncoder("relu", weights, bias, subtracted)
@@ -441,8 +255,8 @@ def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
     return SparseEncoder("topk", weights, bias, subtracted, k=_read_k(files, config.get("k")))
 
 
-def _read_k(files: _Files, value: object) -> int:
-    _, features = _shape_of(files)
+def _read_k(files: SaeFiles, value: object) -> int:
+    _, features = files.shape
     if not is_integer(value) or not 1 <= value <= features:
         raise files.refuse(f"k must be 1 to {features}, not {shown(value)}")
     return int(value)

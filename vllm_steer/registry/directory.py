@@ -87,7 +87,7 @@ class DirectoryStore:
 
     def refresh(self) -> Snapshot:
         """Return the newest snapshot; raises ``RegistryUnavailableError``."""
-        with self._lock, _report_errors(self.path):
+        with self._lock, _report_errors(self.path, self._root):
             while self.is_stale():
                 self._read()
             return self._snapshot
@@ -99,7 +99,7 @@ class DirectoryStore:
             RegistryFullError: The index would exceed its size limit.
             RegistryUnavailableError: The directory cannot be read or written.
         """
-        with self._lock, _report_errors(self.path), self._exclusive():
+        with self._lock, _report_errors(self.path, self._root), self._exclusive():
             old = self.refresh()
             new = update(old)
             if new is not old:
@@ -228,10 +228,19 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def _is_another(path: Path, root: int) -> bool:
+    try:
+        return not os.path.samestat(path.stat(), os.fstat(root))
+    except OSError:
+        return False
+
+
 @contextmanager
-def _report_errors(path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` into a ``RegistryUnavailableError`` with its reason."""
+def _report_errors(path: Path, root: int = -1) -> Iterator[None]:
+    """Turn an ``OSError`` into a ``RegistryUnavailableError`` with its reason; ``root`` is the open directory."""
     try:
         yield
     except OSError as error:
+        if root >= 0 and _is_another(path, root):
+            raise RegistryUnavailableError(FIELD, f"{path} was replaced; restart the server") from error
         raise RegistryUnavailableError(FIELD, f"{path}: {_reason(error)}") from error

@@ -101,7 +101,7 @@ def decode_index(data: bytes) -> RegistryIndex:
     """Parse an index; raises ``RegistryUnavailableError``."""
     try:
         index = msgspec.json.decode(data, type=RegistryIndex)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RegistryUnavailableError(FIELD, f"its index cannot be parsed: {error}") from None
     if index.version != INDEX_VERSION:
         raise RegistryUnavailableError(FIELD, f"its index has version {index.version}, not {INDEX_VERSION}")

@@ -40,6 +40,12 @@ def split_url(location: str, field: str) -> SplitResult:
     if scheme not in DATABASES or not location.startswith(f"{scheme}://"):
         raise SteeringError(field, f"scheme {scheme!r} is not supported; use a folder, {EXAMPLES}")
     parts = urlsplit(location)
+    if scheme == "sqlite":  # a path, in which nothing is percent-encoded
+        if parts.netloc or parts.path in ("", "/", "/:memory:"):
+            raise SteeringError(field, "a SQLite URL is sqlite:///relative/path or sqlite:////absolute/path")
+        if parts.query or parts.fragment or location[-1] in "?#":
+            raise SteeringError(field, "the path of a SQLite database cannot contain '?' or '#'; rename it")
+        return parts
     if "@" in parts.path + parts.query + parts.fragment or parts.netloc.count("@") > 1:
         raise SteeringError(field, "'@', '/', '?' and '#' in a user name or password must be percent-encoded")
     try:
@@ -48,8 +54,6 @@ def split_url(location: str, field: str) -> SplitResult:
         raise SteeringError(field, "the port of the database URL must be a number from 0 to 65535") from None
     if parts.fragment:
         raise SteeringError(field, "a database URL has no fragment; write '#' as %23")
-    if scheme == "sqlite" and (parts.netloc or parts.query or parts.path in ("", "/", "/:memory:")):
-        raise SteeringError(field, "a SQLite URL is sqlite:///relative/path or sqlite:////absolute/path")
     return parts
 
 
@@ -67,21 +71,31 @@ def show_location(location: str) -> str:
 
 
 def parse_location(location: str, field: str) -> str:
-    """Return a location with absolute paths.
+    """Return a location with absolute paths. ``~`` is expanded, which shells do not do in ``--steering-registry=~/x``.
 
     Raises:
-        SteeringError: For ``field``, if it is an invalid database URL, or a package for that database is missing.
+        SteeringError: For ``field``, if it is empty, is an invalid database URL or has ``~`` of an unknown user, or a
+            package for that database is missing.
     """
+    if not location:
+        raise SteeringError(field, "is empty; name a folder, such as registry, or . for the present one")
     if not is_url(location):
-        return str(Path(location).absolute())
+        return str(_absolute(Path(location), field))
     parts = split_url(location, field)
     missing = [name for name in _MODULES[parts.scheme] if find_spec(name) is None]
     if missing:
         hint = install_hint("database")
         raise SteeringError(field, f"{parts.scheme} databases need the package {missing[0]}; {hint}")
     if parts.scheme == "sqlite":
-        return f"sqlite:///{sqlite_path(parts).absolute()}"
+        return f"sqlite:///{_absolute(sqlite_path(parts), field)}"
     return location
+
+
+def _absolute(path: Path, field: str) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise SteeringError(field, f"{path}: {error}") from None
 
 
 def sqlite_path(parts: SplitResult) -> Path:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_steer.cli.main import app
+from vllm_steer.cli.output import check_output
 from vllm_steer.testing.fuzz import model, session
 from vllm_steer.testing.fuzz.compare import Counts
 from vllm_steer.testing.fuzz.workload import Request, Settings, Workload
@@ -43,6 +44,18 @@ def test_nothing_found(made: dict[str, Any], tmp_path: Path) -> None:
     written = json.loads(out.read_text())
     assert written["command"] == "vllm-steer fuzz --minutes 2 --seed 5 --requests 48 --dtype float32"
     assert written["findings"] == []
+
+
+def test_a_file_that_cannot_be_written(made: dict[str, Any], tmp_path: Path) -> None:
+    """Catches findings that are lost at the end of a run, and a file that is emptied ahead of it."""
+    done = CliRunner().invoke(app, ["fuzz", "a-model", "--out", str(tmp_path / "none" / "out.json")])
+    assert done.exit_code == 1
+    assert "folder not found: " in done.output
+    assert "model" not in made
+    earlier = tmp_path / "out.json"
+    earlier.write_text("earlier")
+    check_output(earlier)
+    assert earlier.read_text() == "earlier"
 
 
 def test_nothing_compared(made: dict[str, Any]) -> None:
