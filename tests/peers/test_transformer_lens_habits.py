@@ -14,7 +14,7 @@ import torch
 
 from vllm_steer import HookedRows, SteeringError
 from vllm_steer.config import SteeringConfig
-from vllm_steer.peers.transformer_lens import ActivationCache, HookedTransformer
+from vllm_steer.peers.transformer_lens import ActivationCache, HookedTransformer, SteeringDriver
 from vllm_steer.peers.transformer_lens import model as lens_model
 
 HIDDEN, LAYERS, VOCAB = 4, 2, 16
@@ -35,8 +35,10 @@ class Engine:
     @contextmanager
     def register_hook(self, hook: Any, point: str, layer: int) -> Any:
         self.hooks.append(hook)
-        yield
-        self.hooks.remove(hook)
+        try:
+            yield
+        finally:
+            self.hooks.remove(hook)
 
     def get_tokenizer(self) -> Any:
         """Return a tokenizer of letters that adds a BOS token to texts."""
@@ -57,7 +59,8 @@ class Engine:
             try:
                 found = hook(view)
             except Exception as error:
-                sample = SimpleNamespace(finish_reason="error", stop_reason=f"{type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {error}"
+                sample = SimpleNamespace(finish_reason="error", stop_reason=reason, token_ids=[])
                 break
             rows = view.rows if found is None else found
         self.seen.append(rows)
@@ -150,3 +153,22 @@ def test_generated_text(model: HookedTransformer) -> None:
     ):
         with pytest.raises(SteeringError, match=message):
             model.generate(**arguments)
+
+
+def test_requests_that_ended_with_an_error_raise(model: HookedTransformer) -> None:
+    """Catches the prompt alone as the generated text, and no tokens or an ``IndexError`` for the reason."""
+
+    def fail(view: HookedRows) -> None:
+        raise ValueError("boom")
+
+    driver = SteeringDriver("model", SimpleNamespace())
+    for engine, call in (
+        (model, lambda: model.generate("one")),
+        (model, lambda: model.run_with_edits("one", [])),
+        (driver._model, lambda: driver.forward(PROMPTS, return_logits=False)),
+    ):
+        with (
+            engine.llm.register_hook(fail, "post_block", 1),
+            pytest.raises(RuntimeError, match=r"prompts\[0\]: ValueError: boom"),
+        ):
+            call()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_steer.errors import SteeringError
@@ -36,6 +36,14 @@ def open_engine(model: Any, arguments: Mapping[str, Any]) -> tuple[LLM, EngineCo
     if context is None:
         raise SteeringError("model", NOT_ENABLED)
     return model, context
+
+
+def require_answers(outputs: Iterable[Any]) -> None:
+    """Raise RuntimeError if a request ended with an error, for example because a user hook failed."""
+    for i, output in enumerate(outputs):
+        for sample in output.outputs:
+            if sample.finish_reason == "error":
+                raise RuntimeError(f"prompts[{i}]: {sample.stop_reason or 'the request ended with an error'}")
 
 
 def refuse_settings(arguments: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
-from vllm_steer.peers.engines import open_engine
+from vllm_steer.peers.engines import open_engine, require_answers
 from vllm_steer.peers.nnterp.refused import ATTRIBUTES
 from vllm_steer.peers.nnterp.trace import Sites, Tracer
 from vllm_steer.peers.nnterp.values import LogProbabilities, Probabilities
@@ -73,7 +73,12 @@ class StandardizedTransformer:
         return [int(token) for token in tokens]
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
-        """Return the outputs of requests, each with its own parameters."""
+        """Return the outputs of requests, each with its own parameters; raise RuntimeError if one failed."""
+        outputs = self._generate(prompts, params)
+        require_answers(outputs)
+        return outputs
+
+    def _generate(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
         requests = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
         return list(self.llm.generate(requests, list(params), use_tqdm=False)) if requests else []
 
@@ -359,7 +364,7 @@ class StandardizedTransformer:
     def generate(self, prompts: Any, max_new_tokens: int = 50, **kwargs: Any) -> list[Any]:
         """Return outputs of ``LLM.generate``, greedy by default, with the edits of :meth:`steer`."""
         encoded = [self.encode(text) for text in read_prompts(prompts)]
-        return self.run(encoded, [self.params(max_tokens=max_new_tokens, **kwargs) for _ in encoded])
+        return self._generate(encoded, [self.params(max_tokens=max_new_tokens, **kwargs) for _ in encoded])
 
     @staticmethod
     def rows_of(output: Any, field: str = "trace") -> Any:

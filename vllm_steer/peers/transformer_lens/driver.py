@@ -16,6 +16,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
+from vllm_steer.peers.engines import require_answers
 from vllm_steer.peers.transformer_lens.model import HookedTransformer
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
@@ -100,7 +101,7 @@ class SteeringDriver:
 
         Raises:
             SteeringError: An argument is invalid or not served.
-            RuntimeError: Rows are missing.
+            RuntimeError: Rows are missing, or a request ended with an error.
         """
         tokens = _read_tokens(input_ids)
         _check_mask(kwargs.pop("attention_mask", None))
@@ -125,6 +126,7 @@ class SteeringDriver:
             fields["capture"] = {"memory": {"hooks": hooks, "positions": "all_prompt"}}
         requests = [{"prompt_token_ids": row} for row in tokens]
         outputs = self._model.llm.generate(requests, SamplingParams(**fields), use_tqdm=False)
+        require_answers(outputs)
         return DriverResult(
             torch.stack([self._logits(output) for output in outputs]) if return_logits else None,
             {name: torch.stack([_rows(output, *sites[name]) for output in outputs]) for name in names},

@@ -12,7 +12,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
-from vllm_steer.peers.engines import open_engine
+from vllm_steer.peers.engines import open_engine, require_answers
 from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
 from vllm_steer.peers.transformer_lens.hooks import on_prompts
 from vllm_steer.peers.transformer_lens.refused import GENERATING, REFUSED, loading_arguments, refuse
@@ -171,9 +171,6 @@ class HookedTransformer:
                         hook = on_prompts(function, hook_name(point, layer), layer, len(tokens[0]))
                         stack.enter_context(self.llm.register_hook(hook, point, layer))
             outputs = self._run(tokens, return_type, (), None)
-        for i, output in enumerate(outputs):
-            if output.outputs[0].finish_reason == "error":
-                raise RuntimeError(f"prompts[{i}]: {output.outputs[0].stop_reason}")
         return self._logits(outputs, return_type)
 
     def __call__(self, prompts: Any, return_type: str | None = "logits", **unsupported: Any) -> torch.Tensor | None:
@@ -192,6 +189,7 @@ class HookedTransformer:
 
         Raises:
             SteeringError: There are several prompts, or an argument of TransformerLens is not supported.
+            RuntimeError: The request ended with an error, for example because a user hook failed.
         """
         for name in kwargs:
             if name in GENERATING:
@@ -202,6 +200,7 @@ class HookedTransformer:
         (tokens,) = encoded
         params = SamplingParams(**{"temperature": 0.0, **kwargs, "max_tokens": max_new_tokens})
         (output,) = self.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        require_answers([output])
         shown_tokens = self.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else tokens
         return str(self.tokenizer.decode([*shown_tokens, *output.outputs[0].token_ids]))
 
@@ -257,7 +256,9 @@ class HookedTransformer:
         if capture is not None:
             fields["capture"] = {"memory": capture}
         requests = [{"prompt_token_ids": each} for each in tokens]
-        return list(self.llm.generate(requests, SamplingParams(**fields), use_tqdm=False))
+        outputs = list(self.llm.generate(requests, SamplingParams(**fields), use_tqdm=False))
+        require_answers(outputs)
+        return outputs
 
     def _logits(self, outputs: list[Any], return_type: str | None) -> torch.Tensor | None:
         if return_type is None:
