@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,7 @@ class Engine:
         return SimpleNamespace(encode=encode, decode=lambda tokens: "".join(map(chr, tokens)).replace("\1", "<s>"))
 
     def generate(self, requests: Sequence[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        self.requests = requests
         return [self._run(each["prompt_token_ids"]) for each in requests]
 
     def _run(self, tokens: Sequence[int]) -> Any:
@@ -172,3 +174,27 @@ def test_requests_that_ended_with_an_error_raise(model: HookedTransformer) -> No
             pytest.raises(RuntimeError, match=r"prompts\[0\]: ValueError: boom"),
         ):
             call()
+
+
+@pytest.mark.parametrize(
+    "prompts", [[torch.tensor([5, 6]), torch.tensor([7, 8])], [np.array([5, 6]), (7, 8)], np.array([[5, 6], [7, 8]])]
+)
+def test_tokens_are_sent_as_integers(model: HookedTransformer, prompts: Any) -> None:
+    """Catches tensors in requests, after which an engine in a process of its own never answers again."""
+    model(prompts, return_type=None)
+    sent = [each["prompt_token_ids"] for each in model.llm.requests]
+    assert sent == [[5, 6], [7, 8]]
+    assert {type(token) for tokens in sent for token in tokens} == {int}
+
+
+@pytest.mark.parametrize("prompts", [[[1.5, 2.0]], [torch.tensor(1), torch.tensor(2)], torch.tensor([1.0, 2.0])])
+def test_prompts_without_integers_are_refused(model: HookedTransformer, prompts: Any) -> None:
+    """Catches fractions that are cut off, and a ``TypeError`` for the reason."""
+    with pytest.raises(SteeringError, match=r"prompts\[0\]: must be a text or a list of token numbers"):
+        model(prompts, return_type=None)
+
+
+def test_layers_of_numpy_are_found() -> None:
+    """Catches a layer of ``numpy.arange`` refused as one that the model lacks."""
+    cache = ActivationCache({NAME: torch.zeros(1, 3, HIDDEN)}, LAYERS)
+    assert cache["resid_post", np.int64(1)] is cache[NAME]

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NoReturn, Self
 
+import numpy as np
 import torch
 
 from vllm_steer.errors import SteeringError
@@ -205,19 +206,28 @@ class HookedTransformer:
         return str(self.tokenizer.decode([*shown_tokens, *output.outputs[0].token_ids]))
 
     def _encode(self, prompts: Any) -> list[list[int]]:
-        if isinstance(prompts, torch.Tensor):
+        if isinstance(prompts, (torch.Tensor, np.ndarray)):
             prompts = prompts.tolist()
         if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and is_integer(prompts[0])):
             prompts = [prompts]
         if not isinstance(prompts, (list, tuple)) or not prompts:
             raise SteeringError("prompts", f"must be a text, texts or tokens, not {shown(prompts)}")
-        tokens = [list(self.tokenizer.encode(each)) if isinstance(each, str) else list(each) for each in prompts]
+        tokens = [self._tokens_of(each, f"prompts[{i}]") for i, each in enumerate(prompts)]
         if len({len(each) for each in tokens}) > 1:
             counts = ", ".join(str(len(each)) for each in tokens[:8])
             raise SteeringError(
                 "prompts", f"have different numbers of tokens ({counts}); there is no padding here, so run them apart"
             )
         return tokens
+
+    def _tokens_of(self, prompt: Any, field: str) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt))
+        given = prompt.tolist() if isinstance(prompt, (torch.Tensor, np.ndarray)) else prompt
+        if not isinstance(given, (list, tuple)) or not all(map(is_integer, given)):
+            raise SteeringError(field, f"must be a text or a list of token numbers, not {shown(prompt)}")
+        # Python's integers: a tensor in a request ends the thread of an engine process that reads requests.
+        return [int(token) for token in given]
 
     def _read_filter(self, names: Any) -> dict[PointName, list[int]]:
         if names is None:
