@@ -199,6 +199,12 @@ def test_generate_keeps_its_own_steering(model: StandardizedTransformer) -> None
     assert [each.layers for each in program.edits] == [(1,), (2,)]
 
 
+def test_counts_of_numpy_are_sent_as_integers(model: StandardizedTransformer) -> None:
+    """Catches a request that cannot be sent, for whose answer the next call waits without end."""
+    model.generate([TOKENS], np.int64(2))
+    assert type(model.llm.params.max_tokens) is int
+
+
 def test_steps_end_with_a_break(model: StandardizedTransformer) -> None:
     """Catches reads behind a loop that was left early, taken from the step in which it was left."""
     with model.trace(TOKENS, max_new_tokens=3) as tracer:

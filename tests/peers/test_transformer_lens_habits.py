@@ -50,7 +50,7 @@ class Engine:
         return SimpleNamespace(encode=encode, decode=lambda tokens: "".join(map(chr, tokens)).replace("\1", "<s>"))
 
     def generate(self, requests: Sequence[Any], params: Any, use_tqdm: bool) -> list[Any]:
-        self.requests = requests
+        self.requests, self.params = requests, params
         return [self._run(each["prompt_token_ids"]) for each in requests]
 
     def _run(self, tokens: Sequence[int]) -> Any:
@@ -198,3 +198,12 @@ def test_layers_of_numpy_are_found() -> None:
     """Catches a layer of ``numpy.arange`` refused as one that the model lacks."""
     cache = ActivationCache({NAME: torch.zeros(1, 3, HIDDEN)}, LAYERS)
     assert cache["resid_post", np.int64(1)] is cache[NAME]
+
+
+def test_counts_of_numpy_are_sent_as_integers(model: HookedTransformer) -> None:
+    """Catches a request that cannot be sent, for whose answer the next call waits without end."""
+    model.generate("one", max_new_tokens=np.int64(3))
+    assert type(model.llm.params.max_tokens) is int
+    driver = SteeringDriver("model", SimpleNamespace())
+    driver.forward(PROMPTS, max_new_tokens=np.int64(3), return_logits=False)
+    assert type(driver._model.llm.params.max_tokens) is int

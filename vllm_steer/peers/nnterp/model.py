@@ -11,7 +11,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
-from vllm_steer.peers.engines import open_engine, require_answers
+from vllm_steer.peers.engines import open_engine, plain_count, require_answers
 from vllm_steer.peers.nnterp.refused import ATTRIBUTES
 from vllm_steer.peers.nnterp.trace import Sites, Tracer
 from vllm_steer.peers.nnterp.values import LogProbabilities, Probabilities
@@ -84,7 +84,7 @@ class StandardizedTransformer:
 
     def params(self, *, edits: Iterable[Edit] = (), capture: Any = None, steered: bool = True, **kwargs: Any) -> Any:
         """Return greedy sampling parameters for one token, with the edits of :meth:`steer` first if ``steered``."""
-        fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, **kwargs}
+        fields: dict[str, Any] = {"temperature": 0.0, **kwargs, "max_tokens": plain_count(kwargs.get("max_tokens", 1))}
         if joined := [*(self._edits if steered else ()), *edits, *(fields.get("steering") or ())]:
             fields["steering"] = joined
         if capture is not None:

@@ -16,7 +16,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
-from vllm_steer.peers.engines import require_answers
+from vllm_steer.peers.engines import plain_count, require_answers
 from vllm_steer.peers.transformer_lens.model import HookedTransformer
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
@@ -111,7 +111,7 @@ class SteeringDriver:
             raise SteeringError(next(iter(kwargs)), "is not supported by this driver; omit it")
         names = [self._known(name, "capture") for name in capture]
         edits = [edit for name, spec in (intervene or {}).items() for edit in self._edits(name, spec)]
-        fields: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": 0.0, "detokenize": False}
+        fields: dict[str, Any] = {"max_tokens": plain_count(max_new_tokens), "temperature": 0.0, "detokenize": False}
         if return_logits:
             fields |= {"logprobs": -1, "flat_logprobs": True}
             if self.provides_sequence_logits:

@@ -13,7 +13,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
-from vllm_steer.peers.engines import open_engine, require_answers
+from vllm_steer.peers.engines import open_engine, plain_count, require_answers
 from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
 from vllm_steer.peers.transformer_lens.hooks import on_prompts
 from vllm_steer.peers.transformer_lens.refused import GENERATING, REFUSED, loading_arguments, refuse
@@ -199,7 +199,7 @@ class HookedTransformer:
         if len(encoded) > 1:
             raise SteeringError("prompt", f"has {len(encoded)} prompts; generate serves one, and llm.generate several")
         (tokens,) = encoded
-        params = SamplingParams(**{"temperature": 0.0, **kwargs, "max_tokens": max_new_tokens})
+        params = SamplingParams(**{"temperature": 0.0, **kwargs, "max_tokens": plain_count(max_new_tokens)})
         (output,) = self.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
         require_answers([output])
         shown_tokens = self.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else tokens
