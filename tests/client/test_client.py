@@ -102,6 +102,18 @@ def test_pieces_have_captures_and_reasons() -> None:
     assert (first.finish_reason, first.stop_reason) == (None, None)
 
 
+def test_errors_in_streams_have_their_type() -> None:
+    """Catches errors of a stream without the type that the same error has in an answer."""
+    error = {"message": "unknown module", "type": "BadRequestError", "param": "steering_modules[0]", "code": 400}
+    with pytest.raises(ServerError) as raised:
+        parse_piece({"error": error})
+    assert (raised.value.status, raised.value.param, raised.value.kind) == (
+        400,
+        "steering_modules[0]",
+        "BadRequestError",
+    )
+
+
 def test_errors_of_the_server(url: str) -> None:
     """Catches errors without the server's message, parameter or type."""
     with Client(url) as client:
@@ -197,6 +209,15 @@ def test_integers_stay_integers() -> None:
         "positions": np.array([1], np.uint8),
     }
     assert to_json(given, "f") == {"prompt": [5, 6], "alignment": [[0, 1], [1, 2]], "positions": [1]}
+
+
+def test_arrays_without_dimensions_are_numbers() -> None:
+    """Catches the norm of a tensor, as a strength, refused as a vector without components."""
+    given = {"strength": torch.ones(4).norm(), "temperature": np.array(0.5, np.float32), "n": torch.tensor(2)}
+    assert to_json(given, "f") == {"strength": 2.0, "temperature": 0.5, "n": 2}
+    for wrong in (torch.tensor(float("nan")), torch.tensor(1j), np.ma.masked):
+        with pytest.raises(SteeringError, match=r"f\.strength: "):
+            to_json({"strength": wrong}, "f")
 
 
 async def test_streams_are_refused_where_the_answer_is_whole() -> None:

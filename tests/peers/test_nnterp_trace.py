@@ -31,6 +31,8 @@ def rows_of(layer: int, count: int) -> torch.Tensor:
 class Engine:
     """Engine without a model."""
 
+    finish_reason = "length"
+
     def __init__(self, **settings: Any) -> None:
         config = {"max_logprobs": -1, "logprobs_mode": "raw_logprobs", "logits_processors": None, **settings}
         model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB, **config)
@@ -49,7 +51,9 @@ class Engine:
             start_indices=[VOCAB * step for step in steps],
             end_indices=[VOCAB * (step + 1) for step in steps],
         )
-        sample = SimpleNamespace(token_ids=[1] * params.max_tokens, logprobs=flat)
+        sample = SimpleNamespace(
+            token_ids=[1] * params.max_tokens, logprobs=flat, finish_reason=self.finish_reason, stop_reason="boom"
+        )
         return SimpleNamespace(outputs=[sample], capture_results={"memory": result})
 
 
@@ -195,6 +199,12 @@ def test_generate_keeps_its_own_steering(model: StandardizedTransformer) -> None
     assert [each.layers for each in program.edits] == [(1,), (2,)]
 
 
+def test_counts_of_numpy_are_sent_as_integers(model: StandardizedTransformer) -> None:
+    """Catches a request that cannot be sent, for whose answer the next call waits without end."""
+    model.generate([TOKENS], np.int64(2))
+    assert type(model.llm.params.max_tokens) is int
+
+
 def test_steps_end_with_a_break(model: StandardizedTransformer) -> None:
     """Catches reads behind a loop that was left early, taken from the step in which it was left."""
     with model.trace(TOKENS, max_new_tokens=3) as tracer:
@@ -221,6 +231,16 @@ def test_outputs_of_modules_that_the_layer_alters_are_refused(
         getattr(model, name)[0].save()
         with pytest.raises(SteeringError, match=name):
             getattr(model, name)[1]
+
+
+def test_requests_that_ended_with_an_error_raise(model: StandardizedTransformer) -> None:
+    """Catches the prompt alone as the result of a trace, and values that are missing without the reason."""
+    model.llm.finish_reason = "error"
+    with pytest.raises(RuntimeError, match=r"prompts\[0\]: boom"), model.trace(TOKENS, max_new_tokens=2) as tracer:
+        tracer.result.save()
+    with pytest.raises(RuntimeError, match=r"prompts\[0\]: boom"):
+        model.next_token_probs([TOKENS])
+    assert model.generate([TOKENS])[0].outputs[0].finish_reason == "error"  # the engine's own outputs
 
 
 def test_a_head_that_mixes_streams_is_refused(model: StandardizedTransformer) -> None:

@@ -9,12 +9,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from vllm_steer import HookedRows, SteeringError
 from vllm_steer.config import SteeringConfig
-from vllm_steer.peers.transformer_lens import ActivationCache, HookedTransformer
+from vllm_steer.peers.transformer_lens import ActivationCache, HookedTransformer, SteeringDriver
 from vllm_steer.peers.transformer_lens import model as lens_model
 
 HIDDEN, LAYERS, VOCAB = 4, 2, 16
@@ -35,8 +36,10 @@ class Engine:
     @contextmanager
     def register_hook(self, hook: Any, point: str, layer: int) -> Any:
         self.hooks.append(hook)
-        yield
-        self.hooks.remove(hook)
+        try:
+            yield
+        finally:
+            self.hooks.remove(hook)
 
     def get_tokenizer(self) -> Any:
         """Return a tokenizer of letters that adds a BOS token to texts."""
@@ -47,6 +50,7 @@ class Engine:
         return SimpleNamespace(encode=encode, decode=lambda tokens: "".join(map(chr, tokens)).replace("\1", "<s>"))
 
     def generate(self, requests: Sequence[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        self.requests, self.params = requests, params
         return [self._run(each["prompt_token_ids"]) for each in requests]
 
     def _run(self, tokens: Sequence[int]) -> Any:
@@ -57,7 +61,8 @@ class Engine:
             try:
                 found = hook(view)
             except Exception as error:
-                sample = SimpleNamespace(finish_reason="error", stop_reason=f"{type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {error}"
+                sample = SimpleNamespace(finish_reason="error", stop_reason=reason, token_ids=[])
                 break
             rows = view.rows if found is None else found
         self.seen.append(rows)
@@ -150,3 +155,55 @@ def test_generated_text(model: HookedTransformer) -> None:
     ):
         with pytest.raises(SteeringError, match=message):
             model.generate(**arguments)
+
+
+def test_requests_that_ended_with_an_error_raise(model: HookedTransformer) -> None:
+    """Catches the prompt alone as the generated text, and no tokens or an ``IndexError`` for the reason."""
+
+    def fail(view: HookedRows) -> None:
+        raise ValueError("boom")
+
+    driver = SteeringDriver("model", SimpleNamespace())
+    for engine, call in (
+        (model, lambda: model.generate("one")),
+        (model, lambda: model.run_with_edits("one", [])),
+        (driver._model, lambda: driver.forward(PROMPTS, return_logits=False)),
+    ):
+        with (
+            engine.llm.register_hook(fail, "post_block", 1),
+            pytest.raises(RuntimeError, match=r"prompts\[0\]: ValueError: boom"),
+        ):
+            call()
+
+
+@pytest.mark.parametrize(
+    "prompts", [[torch.tensor([5, 6]), torch.tensor([7, 8])], [np.array([5, 6]), (7, 8)], np.array([[5, 6], [7, 8]])]
+)
+def test_tokens_are_sent_as_integers(model: HookedTransformer, prompts: Any) -> None:
+    """Catches tensors in requests, after which an engine in a process of its own never answers again."""
+    model(prompts, return_type=None)
+    sent = [each["prompt_token_ids"] for each in model.llm.requests]
+    assert sent == [[5, 6], [7, 8]]
+    assert {type(token) for tokens in sent for token in tokens} == {int}
+
+
+@pytest.mark.parametrize("prompts", [[[1.5, 2.0]], [torch.tensor(1), torch.tensor(2)], torch.tensor([1.0, 2.0])])
+def test_prompts_without_integers_are_refused(model: HookedTransformer, prompts: Any) -> None:
+    """Catches fractions that are cut off, and a ``TypeError`` for the reason."""
+    with pytest.raises(SteeringError, match=r"prompts\[0\]: must be a text or a list of token numbers"):
+        model(prompts, return_type=None)
+
+
+def test_layers_of_numpy_are_found() -> None:
+    """Catches a layer of ``numpy.arange`` refused as one that the model lacks."""
+    cache = ActivationCache({NAME: torch.zeros(1, 3, HIDDEN)}, LAYERS)
+    assert cache["resid_post", np.int64(1)] is cache[NAME]
+
+
+def test_counts_of_numpy_are_sent_as_integers(model: HookedTransformer) -> None:
+    """Catches a request that cannot be sent, for whose answer the next call waits without end."""
+    model.generate("one", max_new_tokens=np.int64(3))
+    assert type(model.llm.params.max_tokens) is int
+    driver = SteeringDriver("model", SimpleNamespace())
+    driver.forward(PROMPTS, max_new_tokens=np.int64(3), return_logits=False)
+    assert type(driver._model.llm.params.max_tokens) is int

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI, Request
@@ -358,6 +359,20 @@ def test_client_reads_the_tensors() -> None:
     with pytest.raises(SteeringError, match="user hooks"):
         from vllm_steer.peers.vllm_lens import Hook  # noqa: F401
     assert not hasattr(plain, "nonsense")
+
+
+def test_client_sends_arrays() -> None:
+    """Catches a ``TypeError`` for tokens and layers that are given as arrays."""
+    bodies: list[Any] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return httpx.Response(200, json={"choices": [{"text": "x"}]})
+
+    client = VLLMLensClient("http://server/v1", model="m", transport=httpx.MockTransport(serve))
+    client.generate(torch.tensor([5, 6]), capture_layers=np.array([1, 3]))
+    assert bodies[0]["prompt"] == [5, 6]
+    assert bodies[0]["extra_args"]["output_residual_stream"] == [1, 3]
 
 
 def test_the_transport_is_checked() -> None:

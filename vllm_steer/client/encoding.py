@@ -61,7 +61,8 @@ def to_json(value: Any, field: str) -> Any:
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return to_json(value.item(), field)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return _pack(value, field)
+        masked = isinstance(value, np.ma.MaskedArray)
+        return _number(value, field) if len(value.shape) == 0 and not masked else _pack(value, field)
     raise SteeringError(field, f"a value of type {type(value).__name__} cannot be sent as JSON")
 
 
@@ -86,6 +87,14 @@ def _pack(array: Any, field: str) -> Any:
     if len(array.shape) == 2:
         return pack_array(parse_matrix(array, field))
     return pack_vector(parse_vector(array, field))
+
+
+def _number(array: Any, field: str) -> Any:
+    """Return the number in an array without dimensions, such as a norm."""
+    number = array.item()
+    if not isinstance(number, (bool, int, float)):
+        raise SteeringError(field, f"a number of dtype {array.dtype} cannot be sent as JSON")
+    return to_json(number, field)
 
 
 def _is_of_integers(array: Any) -> bool:

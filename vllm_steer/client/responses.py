@@ -241,7 +241,8 @@ def parse_piece(event: Mapping[str, Any]) -> Piece:
     """
     if "error" in event:
         error = event["error"]
-        raise ServerError(int(error.get("code") or 500), str(error.get("message")), error.get("param"))
+        kind = str(error.get("type") or "")
+        raise ServerError(int(error.get("code") or 500), str(error.get("message")), error.get("param"), kind)
     choice: Mapping[str, Any] = next((each for each in event.get("choices", ()) if each.get("index", 0) == 0), {})
     text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
     return Piece(

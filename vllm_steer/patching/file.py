@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -51,7 +52,9 @@ def encode(result: PatchingResult) -> bytes:
 
 def save(result: PatchingResult, path: Path) -> None:
     """Write ``result``; an interrupted call leaves an existing file as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Not the name itself, which may be as long as the file system allows.
+    name = hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()
+    temporary = path.with_name(f".{name}.{os.getpid()}")
     try:
         temporary.write_bytes(encode(result))
         temporary.replace(path)

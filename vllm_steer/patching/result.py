@@ -223,6 +223,9 @@ class PatchingResult:
 
         It is the largest distance of an unpatched run in the cells' batches from the unpatched run before the sweep.
         For ``recovered``, it is divided by the least distance of clean and corrupt.
+
+        Raises:
+            SteeringError: The sweep lacks the metric, or ``recovered`` would divide by zero.
         """
         name = self._metric(metric)
         noise = self._noise(self._basis(name))
@@ -372,6 +375,7 @@ class PatchingResult:
 
     def _least_gap(self) -> float:
         clean, corrupt = self._ends()
+        check_gaps(clean, corrupt, self._basis("recovered"))
         return float(np.abs(clean - corrupt).min())
 
     def _noise(self, raw: str) -> float:

@@ -187,6 +187,6 @@ def _measured(case: Case, scores: Sequence[Score], custom: CustomMetric | None) 
         try:
             measures = case.targets.combine([score.logprobs for score in scores], case.clean_next or {}, custom)
             return Measured(measures, None, cached, total)
-        except (KeyError, ValueError, TypeError) as problem:
+        except Exception as problem:  # of the metric, which is code of the user's
             error = f"{type(problem).__name__}: {problem}"
     return Measured(MISSING, error, cached, total)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, engine_context
 from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
 from vllm_steer.llm import LLM
+from vllm_steer.spec.scalars import is_integer
 
 if TYPE_CHECKING:
     from vllm_steer.frontend.context import EngineContext
@@ -36,6 +37,19 @@ def open_engine(model: Any, arguments: Mapping[str, Any]) -> tuple[LLM, EngineCo
     if context is None:
         raise SteeringError("model", NOT_ENABLED)
     return model, context
+
+
+def require_answers(outputs: Iterable[Any]) -> None:
+    """Raise RuntimeError if a request ended with an error, for example because a user hook failed."""
+    for i, output in enumerate(outputs):
+        for sample in output.outputs:
+            if sample.finish_reason == "error":
+                raise RuntimeError(f"prompts[{i}]: {sample.stop_reason or 'the request ended with an error'}")
+
+
+def plain_count(value: Any) -> Any:
+    """Return numpy's integers as Python's, without which no request reaches the engine, and other values unchanged."""
+    return int(value) if is_integer(value) else value
 
 
 def refuse_settings(arguments: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
-from vllm_steer.peers.engines import open_engine
+from vllm_steer.peers.engines import open_engine, plain_count, require_answers
 from vllm_steer.peers.nnterp.refused import ATTRIBUTES
 from vllm_steer.peers.nnterp.trace import Sites, Tracer
 from vllm_steer.peers.nnterp.values import LogProbabilities, Probabilities
@@ -73,13 +73,18 @@ class StandardizedTransformer:
         return [int(token) for token in tokens]
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
-        """Return the outputs of requests, each with its own parameters."""
+        """Return the outputs of requests, each with its own parameters; raise RuntimeError if one failed."""
+        outputs = self._generate(prompts, params)
+        require_answers(outputs)
+        return outputs
+
+    def _generate(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
         requests = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
         return list(self.llm.generate(requests, list(params), use_tqdm=False)) if requests else []
 
     def params(self, *, edits: Iterable[Edit] = (), capture: Any = None, steered: bool = True, **kwargs: Any) -> Any:
         """Return greedy sampling parameters for one token, with the edits of :meth:`steer` first if ``steered``."""
-        fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, **kwargs}
+        fields: dict[str, Any] = {"temperature": 0.0, **kwargs, "max_tokens": plain_count(kwargs.get("max_tokens", 1))}
         if joined := [*(self._edits if steered else ()), *edits, *(fields.get("steering") or ())]:
             fields["steering"] = joined
         if capture is not None:
@@ -359,7 +364,7 @@ class StandardizedTransformer:
     def generate(self, prompts: Any, max_new_tokens: int = 50, **kwargs: Any) -> list[Any]:
         """Return outputs of ``LLM.generate``, greedy by default, with the edits of :meth:`steer`."""
         encoded = [self.encode(text) for text in read_prompts(prompts)]
-        return self.run(encoded, [self.params(max_tokens=max_new_tokens, **kwargs) for _ in encoded])
+        return self._generate(encoded, [self.params(max_tokens=max_new_tokens, **kwargs) for _ in encoded])
 
     @staticmethod
     def rows_of(output: Any, field: str = "trace") -> Any:

@@ -11,7 +11,7 @@ import torch
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import PointName
 from vllm_steer.site_names import find_foreign_site, site
-from vllm_steer.spec.scalars import shown
+from vllm_steer.spec.scalars import is_integer, shown
 
 HOOKS: Mapping[PointName, str] = {
     "pre_attn": "resid_pre",
@@ -62,7 +62,7 @@ class ActivationCache(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: Any) -> torch.Tensor:
         if isinstance(key, tuple):
             name, layer = key[0], key[1]
-            if not isinstance(layer, int) or not -self._num_layers <= layer < self._num_layers:
+            if not is_integer(layer) or not -self._num_layers <= layer < self._num_layers:
                 raise KeyError(f"{shown(key)}: the model has {self._num_layers} layers")
             key = f"{name}.{layer % self._num_layers}"
         try:

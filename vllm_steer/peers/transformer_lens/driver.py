@@ -16,6 +16,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
+from vllm_steer.peers.engines import plain_count, require_answers
 from vllm_steer.peers.transformer_lens.model import HookedTransformer
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
@@ -100,7 +101,7 @@ class SteeringDriver:
 
         Raises:
             SteeringError: An argument is invalid or not served.
-            RuntimeError: Rows are missing.
+            RuntimeError: Rows are missing, or a request ended with an error.
         """
         tokens = _read_tokens(input_ids)
         _check_mask(kwargs.pop("attention_mask", None))
@@ -110,7 +111,7 @@ class SteeringDriver:
             raise SteeringError(next(iter(kwargs)), "is not supported by this driver; omit it")
         names = [self._known(name, "capture") for name in capture]
         edits = [edit for name, spec in (intervene or {}).items() for edit in self._edits(name, spec)]
-        fields: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": 0.0, "detokenize": False}
+        fields: dict[str, Any] = {"max_tokens": plain_count(max_new_tokens), "temperature": 0.0, "detokenize": False}
         if return_logits:
             fields |= {"logprobs": -1, "flat_logprobs": True}
             if self.provides_sequence_logits:
@@ -125,6 +126,7 @@ class SteeringDriver:
             fields["capture"] = {"memory": {"hooks": hooks, "positions": "all_prompt"}}
         requests = [{"prompt_token_ids": row} for row in tokens]
         outputs = self._model.llm.generate(requests, SamplingParams(**fields), use_tqdm=False)
+        require_answers(outputs)
         return DriverResult(
             torch.stack([self._logits(output) for output in outputs]) if return_logits else None,
             {name: torch.stack([_rows(output, *sites[name]) for output in outputs]) for name in names},

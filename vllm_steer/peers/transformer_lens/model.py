@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NoReturn, Self
 
+import numpy as np
 import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
-from vllm_steer.peers.engines import open_engine
+from vllm_steer.peers.engines import open_engine, plain_count, require_answers
 from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
 from vllm_steer.peers.transformer_lens.hooks import on_prompts
 from vllm_steer.peers.transformer_lens.refused import GENERATING, REFUSED, loading_arguments, refuse
@@ -171,9 +172,6 @@ class HookedTransformer:
                         hook = on_prompts(function, hook_name(point, layer), layer, len(tokens[0]))
                         stack.enter_context(self.llm.register_hook(hook, point, layer))
             outputs = self._run(tokens, return_type, (), None)
-        for i, output in enumerate(outputs):
-            if output.outputs[0].finish_reason == "error":
-                raise RuntimeError(f"prompts[{i}]: {output.outputs[0].stop_reason}")
         return self._logits(outputs, return_type)
 
     def __call__(self, prompts: Any, return_type: str | None = "logits", **unsupported: Any) -> torch.Tensor | None:
@@ -192,6 +190,7 @@ class HookedTransformer:
 
         Raises:
             SteeringError: There are several prompts, or an argument of TransformerLens is not supported.
+            RuntimeError: The request ended with an error, for example because a user hook failed.
         """
         for name in kwargs:
             if name in GENERATING:
@@ -200,25 +199,35 @@ class HookedTransformer:
         if len(encoded) > 1:
             raise SteeringError("prompt", f"has {len(encoded)} prompts; generate serves one, and llm.generate several")
         (tokens,) = encoded
-        params = SamplingParams(**{"temperature": 0.0, **kwargs, "max_tokens": max_new_tokens})
+        params = SamplingParams(**{"temperature": 0.0, **kwargs, "max_tokens": plain_count(max_new_tokens)})
         (output,) = self.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        require_answers([output])
         shown_tokens = self.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else tokens
         return str(self.tokenizer.decode([*shown_tokens, *output.outputs[0].token_ids]))
 
     def _encode(self, prompts: Any) -> list[list[int]]:
-        if isinstance(prompts, torch.Tensor):
+        if isinstance(prompts, (torch.Tensor, np.ndarray)):
             prompts = prompts.tolist()
         if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and is_integer(prompts[0])):
             prompts = [prompts]
         if not isinstance(prompts, (list, tuple)) or not prompts:
             raise SteeringError("prompts", f"must be a text, texts or tokens, not {shown(prompts)}")
-        tokens = [list(self.tokenizer.encode(each)) if isinstance(each, str) else list(each) for each in prompts]
+        tokens = [self._tokens_of(each, f"prompts[{i}]") for i, each in enumerate(prompts)]
         if len({len(each) for each in tokens}) > 1:
             counts = ", ".join(str(len(each)) for each in tokens[:8])
             raise SteeringError(
                 "prompts", f"have different numbers of tokens ({counts}); there is no padding here, so run them apart"
             )
         return tokens
+
+    def _tokens_of(self, prompt: Any, field: str) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt))
+        given = prompt.tolist() if isinstance(prompt, (torch.Tensor, np.ndarray)) else prompt
+        if not isinstance(given, (list, tuple)) or not all(map(is_integer, given)):
+            raise SteeringError(field, f"must be a text or a list of token numbers, not {shown(prompt)}")
+        # Python's integers: a tensor in a request ends the thread of an engine process that reads requests.
+        return [int(token) for token in given]
 
     def _read_filter(self, names: Any) -> dict[PointName, list[int]]:
         if names is None:
@@ -257,7 +266,9 @@ class HookedTransformer:
         if capture is not None:
             fields["capture"] = {"memory": capture}
         requests = [{"prompt_token_ids": each} for each in tokens]
-        return list(self.llm.generate(requests, SamplingParams(**fields), use_tqdm=False))
+        outputs = list(self.llm.generate(requests, SamplingParams(**fields), use_tqdm=False))
+        require_answers(outputs)
+        return outputs
 
     def _logits(self, outputs: list[Any], return_type: str | None) -> torch.Tensor | None:
         if return_type is None:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httpx
 import torch
 
+from vllm_steer.client.encoding import to_json
 from vllm_steer.client.endpoints import auth_headers
 from vllm_steer.client.responses import parse_error
 from vllm_steer.errors import SteeringError
@@ -136,7 +137,7 @@ class VLLMLensClient:
             given = [vectors] if isinstance(vectors, SteeringVector) else vectors
             extra[STEERING_KEY] = [vector.model_dump() for vector in given]
         body = {"model": self.model, **body, **({"extra_args": extra} if extra else {})}
-        document = self._send("POST", path, json.dumps(body).encode()).json()
+        document = self._send("POST", path, json.dumps(to_json(body, "body")).encode()).json()
         activations = document.get("activations") or {}
         if document.get("activations_error"):
             raise SteeringError("activations", f"are not complete: {document['activations_error']}")
