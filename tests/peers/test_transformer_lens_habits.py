@@ -189,7 +189,7 @@ def test_tokens_are_sent_as_integers(model: HookedTransformer, prompts: Any) -> 
 
 @pytest.mark.parametrize("prompts", [[[1.5, 2.0]], [torch.tensor(1), torch.tensor(2)], torch.tensor([1.0, 2.0])])
 def test_prompts_without_integers_are_refused(model: HookedTransformer, prompts: Any) -> None:
-    """Catches fractions that are cut off, and a ``TypeError`` for the reason."""
+    """Catches fractions that are accepted as tokens, and a ``TypeError`` for the reason."""
     with pytest.raises(SteeringError, match=r"prompts\[0\]: must be a text or a list of token numbers"):
         model(prompts, return_type=None)
 
