@@ -238,7 +238,7 @@ def _read_saelens(files: SaeFiles, hidden: int, features: int) -> SparseEncoder:
         )
     bias = files.vector("b_enc", features)
     if rescaled:
-        # Of all features, also if the files were opened for one.
+        # The whole file counts, also if it was opened for one feature.
         if files.shapes.get("W_dec") != files.shape[::-1]:
             raise files.refuse("W_dec does not have a row for each feature")
         norms = np.linalg.norm(files.matrix("W_dec"), axis=-1).astype(np.float32)

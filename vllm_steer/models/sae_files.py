@@ -96,8 +96,8 @@ class SaeFiles:
         return hidden, features
 
     def vector(self, name: str, length: int) -> FloatArray:
-        """Return a tensor of ``length`` numbers; one number stands for equal ones."""
-        # Of all features, also if the files were opened for one.
+        """Return a tensor of ``length`` numbers; one number is repeated."""
+        # The whole file counts, also if it was opened for one feature.
         count, expected = math.prod(self.shapes.get(name, ())), self.shape[1] if name in _FEATURE_AXES else length
         if name in self.shapes and count not in (1, expected):
             raise self.refuse(f"{name} has {count} numbers, expected {expected}")
@@ -131,7 +131,7 @@ def _read_config(path: Path, field: str) -> Mapping[str, Any]:
 
 
 def _part(name: str, shape: tuple[int, ...], feature: int | None) -> tuple[slice, ...]:
-    """Return the index of a feature's part of a tensor; one number stands for all features."""
+    """Return the index of a feature's part of a tensor; a single number belongs to all features."""
     axis = _FEATURE_AXES.get(name)
     if axis == 0 and name not in _MATRICES:
         # A vector can be stored as a matrix with one row.
