@@ -120,6 +120,16 @@ def time_limit(end: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
+def client_options(load: Load, concurrency: int, seed: int) -> list[str]:
+    """Return the options of vLLM's client that describe the requests of a cell."""
+    options: list[object] = [
+        "--dataset-name", "random", "--random-input-len", load.prompt, "--random-output-len", load.output,
+        "--random-range-ratio", load.spread, "--num-prompts", load.requests[concurrency],
+        "--max-concurrency", concurrency, "--ignore-eos", "--temperature", 0, "--seed", seed,
+    ]  # fmt: skip
+    return [str(option) for option in options]
+
+
 def run_client(
     server: ServerProcess, model: Path, body: Mapping[str, Any], load: Load, concurrency: int, seed: int
 ) -> dict[str, Any]:
@@ -130,16 +140,14 @@ def run_client(
 
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
-    options: list[object] = [
+    options = [
         "--backend", "vllm", "--base-url", server.url, "--endpoint", "/v1/completions", "--model", server.model_name,
-        "--tokenizer", model, "--dataset-name", "random", "--random-input-len", load.prompt,
-        "--random-output-len", load.output, "--random-range-ratio", load.spread,
-        "--num-prompts", load.requests[concurrency], "--max-concurrency", concurrency,
-        "--ignore-eos", "--temperature", 0, "--seed", seed, "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl",
+        "--tokenizer", str(model), "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl",
+        *client_options(load, concurrency, seed),
     ]  # fmt: skip
     if body:
         options += ["--extra-body", json.dumps(body)]
-    arguments = parser.parse_args([str(option) for option in options])
+    arguments = parser.parse_args(options)
     before, client = cpu_seconds(server.process.pid), time.process_time()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         found = bench(arguments)

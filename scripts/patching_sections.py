@@ -32,9 +32,10 @@ def speed(table: MakeTable) -> str:
 def _on_gpu(table: MakeTable) -> str:
     """Return the part about a model of 8 billion parameters on a GPU."""
     result = _read("gpu-patching-llama-8b.json")
+    rounds = result["setup"]["rounds"]
     return (
         f"\nThe same on one {machine_of(result)} (`benchmarks/results/gpu-patching-llama-8b.json`): {_setup(result)}, "
-        f"rounds: {result['setup']['rounds']}. {result.get('note', '')}".rstrip()
+        f"{rounds} round{'' if rounds == 1 else 's'}. {result.get('note', '')}".rstrip()
         + "\n\n"
         + _ways(result, table)
     )

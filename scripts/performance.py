@@ -61,8 +61,9 @@ REMAINING = """
   cannot reach the aim: receiving, copying and writing the rows alone takes longer (`benchmarks/results/request-cpu.json`).
   On hosts with slow cores the API server's process, which stock vLLM almost fills at concurrency 256, limits the throughput of
   captures and of own vectors; `--api-server-count` spreads the work over several processes.
-* Graphs with taps take longer to capture than stock vLLM's, and are the largest part of what steering adds to the start of a server
-  (its log has the seconds and MiB of each set).
+* Graphs with taps take longer to capture than stock vLLM's. With filled compile caches they are the largest part of what steering
+  adds to the start of a server (its log has the seconds and MiB of each set); with empty caches, compiling the model a second
+  time for steps without steering takes about as long.
 """
 
 HISTORY = """# Performance of earlier builds

@@ -19,9 +19,9 @@ round: median, minimum and maximum.
 {waves}{note}
 
 """
-WAVES = """Requests of one length end together, so new ones arrive in waves, and the steps between waves only decode.
-Captured requests end one after another, presumably so that they get their first token sooner and more of their steps
-also compute prompts, as all steps do in traffic of mixed lengths (`--spread`; not measured yet).
+WAVES = """Requests have one length. Without captures, they presumably end together, so that new ones come in waves and
+the steps between waves only decode, while captured requests end one after another, so that they get their first token
+sooner and more of their steps also compute prompts, as in traffic of mixed lengths (`--spread`; not measured yet).
 """
 
 

@@ -4,11 +4,21 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from benchmarks.serve import Load, TimeUpError, make_module, make_ways, rounds_of, summarize, time_limit
+from benchmarks.serve import (
+    Load,
+    TimeUpError,
+    client_options,
+    make_module,
+    make_ways,
+    rounds_of,
+    summarize,
+    time_limit,
+)
 from benchmarks.server_process import read_cache
 
 
@@ -62,3 +72,14 @@ def test_rounds_cover_each_concurrency() -> None:
     """Catches an order in which a time limit leaves concurrencies without any cell."""
     load = Load(16, 8, {1: 16, 256: 1024, 32: 320})
     assert rounds_of(load, 2) == [(0, 256), (0, 32), (0, 1), (1, 256), (1, 32), (1, 1)]
+
+
+def test_the_client_varies_lengths() -> None:
+    """Catches a spread that the client does not get, and one given to loads without it."""
+    options = client_options(Load(128, 96, {4: 40}, spread=0.5), 4, 7)
+    given = dict(pairwise(options))
+    assert given["--random-range-ratio"] == "0.5"
+    assert (given["--random-input-len"], given["--random-output-len"]) == ("128", "96")
+    assert (given["--num-prompts"], given["--max-concurrency"], given["--seed"]) == ("40", "4", "7")
+    assert "--ignore-eos" in options
+    assert client_options(Load(1, 1, {1: 1}), 1, 0)[options.index("--random-range-ratio") + 1] == "0.0"
