@@ -61,7 +61,7 @@ class SteeringRegistry:
     A change increments the epoch and applies to requests admitted afterwards. Repeating a change has no effect.
     Thread-safe.
 
-    Example:
+    Examples:
         >>> llm.steering.register("calm", base={"post_block": {1: [0.5] * 256}})  # doctest: +SKIP
         >>> llm.steering.set(modules=[("calm", 0.5)]).epoch  # doctest: +SKIP
         >>> llm.steering.clear()  # doctest: +SKIP
@@ -125,7 +125,7 @@ class SteeringRegistry:
                 shape ``[H]`` and any type that requests accept.
             prefill: Like ``base``, for prompt tokens.
             decode: Like ``base``, for generated tokens.
-            edits: List of :class:`vllm_steer.Edit` or of dicts with its arguments, applied after ``base``,
+            edits: List of `Edit` or of dicts with its arguments, applied after ``base``,
                 ``prefill`` and ``decode``.
             probes: ``{name: vector}``, directions for readouts, captures and rows of ``replace``. A probe with a hidden
                 layer is a dict with ``weights``, ``outputs``, ``biases`` and ``activation``, for readouts only.
