@@ -35,8 +35,8 @@ class Consumer(ABC):
 
     * ``__init__`` is called when the process starts, and ``start`` before the first request, in the main thread. If one
       of them raises, the process does not start.
-    * ``check`` is called for each request that names the consumer, before it reaches the engine, in the request's thread
-      (a server's event loop). SteeringError rejects the request; other exceptions are server errors (500).
+    * ``check`` is called for each request that names the consumer, before it reaches the engine, in the request's
+      thread (a server's event loop). SteeringError rejects the request; other exceptions are server errors (500).
     * ``begin`` is called for each sample of a request that the front end accepted, in the consumer's own thread and in
       order with ``accept``. Exceptions are logged.
     * ``accept`` is called for each sample of a request that has finished or was aborted (status ``partial``), in the
