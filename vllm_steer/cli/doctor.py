@@ -36,8 +36,8 @@ class DoctorError(Exception):
 def run(path: Path, settings: Mapping[str, Any], engine: Mapping[str, Any], *, as_json: bool, with_proof: bool) -> None:
     """Run the command.
 
-    Exits with status 1 if an engine with these arguments would not start or the proof fails, with status 2 if an argument
-    is wrong.
+    Exits with status 1 if an engine with these arguments would not start or the proof fails, with status 2 if an
+    argument is wrong.
 
     Args:
         path: A model folder, or its configuration file.

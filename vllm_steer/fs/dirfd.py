@@ -82,7 +82,7 @@ def write_atomic(name: str, data: bytes, dir_fd: int, mode: int = 0o600) -> None
 
 
 def reserve_space(name: str, size: int, dir_fd: int) -> None:
-    """Create the file ``name`` with at least ``size`` bytes of the disk, for `write_reserved`; extend an existing one."""
+    """Create or extend the file ``name`` to at least ``size`` bytes of the disk, for `write_reserved`."""
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     try:
         if os.fstat(fd).st_size < size:
