@@ -216,10 +216,10 @@ class CaptureManager:
         if self._closed:
             return
         self._closed = True
-        for name, thread in self._threads.items():
-            with suppress(RuntimeError):  # given up
-                thread.submit(self._close_consumer, name)
+        for thread in self._threads.values():
             thread.close()
+        for name, thread in self._threads.items():
+            thread.finish(self._close_consumer, name)
         self.give_up_on_hung(HUNG_SECONDS)
 
     def _close_consumer(self, name: str) -> None:

@@ -24,11 +24,14 @@ class ConsumerThread:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Queue a job and return its future; raise ``RuntimeError`` if the thread accepts no more jobs."""
+        if self._state.closed:
+            raise RuntimeError("no more jobs are accepted")
+        return self._queue(function, *args)
+
+    def _queue(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
         state = self._state
         with state.changed:
-            if state.closed:
-                raise RuntimeError("no more jobs are accepted")
             state.jobs.append((future, function, args))
             state.changed.notify()
             if not self._started:
@@ -37,9 +40,15 @@ class ConsumerThread:
         return future
 
     def close(self) -> None:
-        """Accept no more jobs. The thread ends when it has run those that are queued."""
+        """Accept no more jobs."""
+        self._state.closed = True
+
+    def finish(self, function: Callable[..., Any], *args: Any) -> None:
+        """Run a last job after those that are queued, unless they were abandoned, and end the thread."""
         with self._state.changed:
-            self._state.closed = True
+            if not self._state.abandoned:
+                self._queue(function, *args)
+            self._state.finished = True
             self._state.changed.notify()
 
     def settle(self, stalled_after: float) -> bool:
@@ -58,7 +67,7 @@ class ConsumerThread:
         with self._state.changed:
             unfinished = self._state.unfinished()
             self._state.jobs.clear()
-            self._state.closed = True
+            self._state.closed = self._state.abandoned = self._state.finished = True
         for future in unfinished:
             with suppress(InvalidStateError):  # it has ended meanwhile
                 future.set_result(result)
@@ -69,11 +78,11 @@ class _State:
     """What the thread shares with its owner, which it must not keep alive."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(threading.RLock())
         self.jobs: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self.running: Future[Any] | None = None
         self.ended = 0
-        self.closed = False
+        self.closed = self.finished = self.abandoned = False
 
     def unfinished(self) -> list[Future[Any]]:
         return [future for future in (self.running, *(job[0] for job in self.jobs)) if future is not None]
@@ -82,7 +91,7 @@ class _State:
 def _run(state: _State) -> None:
     while True:
         with state.changed:
-            while not state.jobs and not state.closed:
+            while not state.jobs and not state.finished:
                 state.changed.wait()
             if not state.jobs:
                 return
