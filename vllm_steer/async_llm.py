@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 
 class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
-    """vLLM's ``AsyncLLM`` with steering and capture; create it with :meth:`from_engine_args`.
+    """vLLM's ``AsyncLLM`` with steering and capture; create it with `from_engine_args`.
 
-    Example:
+    Examples:
         >>> from vllm import AsyncEngineArgs  # doctest: +SKIP
         >>> from vllm_steer import AsyncLLM, engine_kwargs  # doctest: +SKIP
         >>> llm = AsyncLLM.from_engine_args(  # doctest: +SKIP
@@ -63,7 +63,7 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
                 kept in memory.
             steering_modules: Paths of safetensors files to register as modules, by name.
             steering_controller: The controller of requests with readouts and live strengths, ``{name: options}``; see
-                :class:`vllm_steer.Controller`.
+                `Controller`.
             **kwargs: Further arguments of vLLM's method.
 
         Raises:
@@ -118,7 +118,7 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
         return await set_strength(self, request_id, samples_of(self.output_processor, request_id), strengths)
 
     def keep_modules(self, folder: str | Path | None = None, modules: Mapping[str, str | Path] | None = None) -> None:
-        """Set where modules are stored. Deprecated: use the arguments of :meth:`from_engine_args`.
+        """Set where modules are stored. Deprecated: use the arguments of `from_engine_args`.
 
         Args:
             folder: The argument ``steering_registry``.
@@ -133,7 +133,7 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
 
 
 class AsyncSteering:
-    """Asynchronous methods of :class:`~vllm_steer.registry.registry.SteeringRegistry`, run in a thread."""
+    """Asynchronous methods of `SteeringRegistry`, run in a thread."""
 
     def __init__(self, engine: VllmAsyncLLM) -> None:
         self._engine = engine

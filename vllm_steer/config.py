@@ -108,7 +108,7 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
     request whose captured rows would exceed ``capture_mib`` together with those of running requests: ``wait`` delays
     the request, ``fail`` runs it at once and reports its capture as ``partial``.
 
-    Example:
+    Examples:
         >>> from vllm_steer import SteeringConfig
         >>> SteeringConfig(max_rows=64, points=["mlp_out"]).points
         ('mlp_out',)
@@ -150,7 +150,7 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
     """Additional hook points: ``attn_out``, ``mlp_in``, ``mlp_out``."""
 
     user_hooks: bool = False
-    """Whether functions of this process may run at hook points, see :meth:`vllm_steer.LLM.register_hook`. Servers
+    """Whether functions of this process may run at hook points, see `LLM.register_hook`. Servers
     refuse the setting."""
 
     saes: dict[str, str] = {}
@@ -247,7 +247,7 @@ def engine_kwargs(
     Raises:
         SteeringError: A setting is invalid.
 
-    Example:
+    Examples:
         >>> from vllm_steer import engine_kwargs
         >>> sorted(engine_kwargs({"max_rows": 64}))
         ['additional_config', 'scheduler_cls', 'worker_cls']
@@ -265,7 +265,7 @@ def choose_executor(vllm_config: Any) -> None:
     """Select the executor that collects captured rows from all pipeline stages.
 
     Other executors are kept. The executor is also kept if there is an encoder-cache connector, which depends on the
-    executor's name. :func:`rows_of_all_stages` is False in these cases. vLLM's earlier executor for Ray, which it uses
+    executor's name. `rows_of_all_stages` is False in these cases. vLLM's earlier executor for Ray, which it uses
     with ``VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0``, returns outputs of the last stage only.
     """
     from vllm_steer.compat.internals import envs

@@ -9,7 +9,7 @@ class SteeringError(ValueError):
         field: Path of the invalid value, e.g. ``steering[2].tokens[1]``.
         problem: What is wrong with the value and what is allowed.
 
-    Example:
+    Examples:
         >>> from vllm_steer import Selector, SteeringError
         >>> try:
         ...     Selector([1.5])
@@ -35,7 +35,7 @@ class SteeringError(ValueError):
 class IncompatibleError(ValueError):
     """The version or the settings of vLLM do not support steering.
 
-    Example:
+    Examples:
         >>> from vllm_steer import LLM, IncompatibleError  # doctest: +SKIP
         >>> try:  # doctest: +SKIP
         ...     llm = LLM("demo/model", enable_steering=True)

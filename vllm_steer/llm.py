@@ -30,7 +30,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
         *args: Further arguments of vLLM's ``LLM``.
         enable_steering: Enable steering and capture. Without it the engine is stock vLLM, and requests with steering or
             capture are refused.
-        steering_config: Sizes of the device tables and other limits, as a :class:`vllm_steer.SteeringConfig` or a dict
+        steering_config: Sizes of the device tables and other limits, as a `SteeringConfig` or a dict
             of its fields.
         capture_consumers: Options of capture consumers beside ``memory``, by name, for example
             ``{"filesystem": {"root": "acts"}}``.
@@ -43,7 +43,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
         SteeringError: An argument conflicts with steering or needs ``enable_steering=True``.
         IncompatibleError: The version or the settings of vLLM do not support steering.
 
-    Example:
+    Examples:
         >>> from vllm_steer import LLM, SamplingParams  # doctest: +SKIP
         >>> llm = LLM(model="demo/model", enable_steering=True)  # doctest: +SKIP
         >>> params = SamplingParams(max_tokens=8, steering_vectors={"post_block": {1: [0.5] * 256}})  # doctest: +SKIP
@@ -122,7 +122,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
     def register_hook(self, fn: Hook, point: str, layers: Any = None) -> HookHandle:
         """Run a function on the rows of every request at a hook point, from now on until the hook is removed.
 
-        The engine needs ``steering_config={"user_hooks": True}``. The function gets a :class:`vllm_steer.HookedRows`
+        The engine needs ``steering_config={"user_hooks": True}``. The function gets a `HookedRows`
         for each request, layer and step, and changes its rows or returns new ones. Hooks run ahead of the edits and
         captures of their site. If the function raises, its request ends with ``finish_reason="error"`` and the
         exception in ``stop_reason``; other requests are not affected.

@@ -11,10 +11,10 @@ from __future__ import annotations
 import copy
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from cachetools import LRUCache
@@ -40,6 +40,10 @@ from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.references import MODULES_FIELD
 from vllm_steer.spec.scalars import did_you_mean
 from vllm_steer.spec.unknown_fields import problem_of
+
+if TYPE_CHECKING:
+    from vllm_steer.spec import Edit
+    from vllm_steer.spec.vector import VectorInput
 
 PROGRAM_KEY = "steer"
 CAPTURE_KEY = "steer_capture"
@@ -340,14 +344,14 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
             tensor of the model's hidden size.
         prefill_steering_vectors: Vectors added at prompt tokens.
         decode_steering_vectors: Vectors added at generated tokens.
-        steering: A list of :class:`vllm_steer.Edit` or of dicts of its arguments.
+        steering: A list of `Edit` or of dicts of its arguments.
         steering_modules: Registered modules by name, such as ``["calm", ("terse", 0.5)]``. The number scales the
             module's edits.
         capture: ``{consumer: spec}``: the rows that each consumer receives. A spec is a
-            :class:`vllm_steer.CaptureSpec` or a dict of its arguments.
+            `CaptureSpec` or a dict of its arguments.
         readouts: ``{name: readout}``: numbers computed from the stream of each token, such as
             ``{"refusal": {"probe": weights, "point": "post_block", "layer": 14}}``.
-            :class:`~vllm_steer.spec.readout.ReadoutForm` lists the keys.
+            The guide on readouts lists the keys.
         stop_on: Conditions on readouts, any of which ends generation, such as
             ``[{"readout": "refusal", "above": 0.95, "tokens": 3}]``.
         **kwargs: Arguments of vLLM's ``SamplingParams``.
@@ -356,7 +360,7 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
         SteeringError: An argument is invalid. Values that depend on the model are checked when the request is
             submitted.
 
-    Example:
+    Examples:
         >>> from vllm_steer import SamplingParams
         >>> params = SamplingParams(
         ...     max_tokens=16,
@@ -366,3 +370,19 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
         >>> params.max_tokens
         16
     """
+
+    if TYPE_CHECKING:  # the metaclass takes these arguments; documentation and editors read them here
+
+        def __init__(
+            self,
+            *,
+            steering_vectors: Mapping[str, Mapping[int, VectorInput]] | None = None,
+            prefill_steering_vectors: Mapping[str, Mapping[int, VectorInput]] | None = None,
+            decode_steering_vectors: Mapping[str, Mapping[int, VectorInput]] | None = None,
+            steering: Edit | Sequence[Edit | Mapping[str, Any]] | None = None,
+            steering_modules: Sequence[str | tuple[str, float] | Mapping[str, Any]] | None = None,
+            capture: Mapping[str, CaptureSpec | Mapping[str, Any]] | None = None,
+            readouts: Mapping[str, Mapping[str, Any]] | None = None,
+            stop_on: Sequence[Mapping[str, Any]] | None = None,
+            **kwargs: Any,
+        ) -> None: ...

@@ -197,7 +197,7 @@ def site(name: str, *, num_layers: int | None = None, parallel: bool = False) ->
     Raises:
         SteeringError: The name is unknown, has no layer, or means a place that is not a hook point.
 
-    Example:
+    Examples:
         >>> from vllm_steer import site
         >>> site("hidden_states[11]", num_layers=12)
         ('post_block', 10)

@@ -10,6 +10,7 @@ import pickle
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.capture.files.rotation import StreamWriter
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.row_assembler import RowChunk
+from vllm_steer.log import LimitedLog
 from vllm_steer.metrics.collectors import start
 from vllm_steer.server.http.result_waiter import wait_for
 from vllm_steer.spec import CaptureSpec
@@ -133,3 +135,76 @@ def test_engine_is_collected_in_a_consumers_thread(
         gc.enable()
     assert [request.request_id for request in open_captures(tmp_path)] == ["a"]
     assert "is closed" in str(manager.submit(manager.new_assembler(), TO_FILE, **about)["filesystem"].error)
+
+
+class HungConsumer:
+    """A consumer that never returns from its first capture."""
+
+    def __init__(self) -> None:
+        self.started, self.closed = threading.Event(), False
+
+    def accept(self, captured: Any) -> None:
+        self.started.set()
+        threading.Event().wait()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_hung_consumer_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a shutdown that waits forever for a consumer, and results that nobody completes.
+
+    The other consumer, which works, must still be closed.
+    """
+    monkeypatch.setattr("vllm_steer.capture.manager.HUNG_SECONDS", 0.05)
+    manager, hung = CaptureManager(CAPABILITIES, "a model with a hung consumer", {"logging": {}}), HungConsumer()
+    works = HungConsumer()
+    works.accept = lambda captured: None  # type: ignore[method-assign]
+    manager._consumers["memory"], manager._consumers["logging"] = hung, works  # type: ignore[assignment]
+    about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
+    results = [
+        manager.submit(manager.new_assembler(), (("memory", SPEC), ("logging", SPEC)), **about) for _ in range(2)
+    ]
+    assert hung.started.wait(20)
+    manager.close()
+    assert [each["memory"].status for each in results] == ["error"] * 2
+    assert "has finished nothing" in str(results[1]["memory"].error)
+    assert [each["logging"].status for each in results] == ["partial"] * 2
+    assert works.closed and not hung.closed
+    assert "is closed" in str(manager.submit(manager.new_assembler(), (("memory", SPEC),), **about)["memory"].error)
+    (thread,) = (each for each in threading.enumerate() if each.name == "capture-memory" and each.is_alive())
+    assert thread.daemon
+
+
+def test_errors_of_consumers_are_logged_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a full disk that no log mentions, and one that writes a line for every request."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        "vllm_steer.capture.manager.logger.error", lambda message, *args, **_: lines.append(message % args)
+    )
+    manager = CaptureManager(CAPABILITIES, "a model with a failing consumer", {})
+    failing = HungConsumer()
+    failing.accept = lambda captured: 1 / 0  # type: ignore[method-assign]
+    manager._consumers["memory"] = failing  # type: ignore[assignment]
+    about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
+    for _ in range(11):
+        assert manager.submit(manager.new_assembler(), (("memory", SPEC),), **about)["memory"].status == "error"
+    manager.close()
+    assert lines == ["Capture consumer memory failed: division by zero"]
+
+
+def test_limited_log() -> None:
+    """Catches errors that are never logged again, and keys of clients that fill the memory."""
+    now, lines = 0.0, []
+    logger = SimpleNamespace(error=lambda message, *args, **_: lines.append(message % args))
+    log = LimitedLog(logger, interval=60.0, clock=lambda: now)
+    for now in (0.0, 1.0, 59.0, 60.0, 61.0, 130.0):
+        log.error("a", "failed at %d", int(now))
+    assert lines == [
+        "failed at 0",
+        "failed at 60 (2 similar errors were not logged)",
+        "failed at 130 (1 similar errors were not logged)",
+    ]
+    for number in range(1000):
+        log.error(str(number), "failed")
+    assert len(log._logged) <= LimitedLog.MAX_KEYS + 1

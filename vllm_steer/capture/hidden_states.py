@@ -19,7 +19,7 @@ class HiddenStates:
 
     ``states[i]`` holds the rows of prompt ``i``, and ``len(states)`` is the number of prompts.
 
-    Example:
+    Examples:
         >>> prompts = ["one", "two"]
         >>> states = capture_hidden_states(llm, prompts, hooks={"post_block": [3]})  # doctest: +SKIP
         >>> states.tensor("post_block", 3).shape  # doctest: +SKIP
@@ -87,7 +87,7 @@ def capture_hidden_states(
     One token per prompt is sampled and discarded.
 
     Args:
-        llm: A :class:`~vllm_steer.LLM` with steering enabled.
+        llm: An `LLM` with steering enabled.
         prompts: Prompts in any form that ``llm.generate`` accepts: one prompt or several.
         hooks: Layers by hook point, or names of sites, as in a capture spec.
         positions: Positions to capture, as in a capture spec.
@@ -99,7 +99,7 @@ def capture_hidden_states(
         SteeringError: The capture or the edits cannot be served.
         RuntimeError: Rows are missing.
 
-    Example:
+    Examples:
         >>> from vllm_steer import capture_hidden_states  # doctest: +SKIP
         >>> states = capture_hidden_states(llm, ["one", "two"], hooks={"post_block": "all"})  # doctest: +SKIP
     """

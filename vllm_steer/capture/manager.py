@@ -11,18 +11,19 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
 from vllm_steer.capture.consumers import BUILT_IN, THREAD_PREFIX, Consumer, how_to_add, make_consumer
+from vllm_steer.capture.consumers.thread import ConsumerThread
 from vllm_steer.capture.results import CapturedRequest, CaptureResult, CaptureResults, SubmittedRequest, finished
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.server_wide import split_options
 from vllm_steer.errors import SteeringError
-from vllm_steer.log import steering_logger
+from vllm_steer.log import LimitedLog, steering_logger
 from vllm_steer.metrics.consumers import ConsumerMetrics
 from vllm_steer.params import Specs
 from vllm_steer.program import Program, compile_program
@@ -30,6 +31,8 @@ from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
 from vllm_steer.spec.scalars import closest
 
 logger = steering_logger(__name__)
+HUNG_SECONDS = 60.0
+"""Time without a finished capture after which the shutdown gives up on a consumer."""
 
 
 class CaptureCapabilities(Protocol):
@@ -62,7 +65,8 @@ class CaptureManager:
         self._capabilities = capabilities
         self.model_name = model
         self._consumers: dict[str, Consumer] = {}
-        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._threads: dict[str, ConsumerThread] = {}
+        self._errors = LimitedLog(logger)
         self._meters: dict[str, ConsumerMetrics] = {}
         self._closed = False
         self._may_start = threading.Event()
@@ -74,7 +78,7 @@ class CaptureManager:
                 own, specs = split_options(name, given)
                 self.server_wide += specs
                 self._consumers[name] = make_consumer(name, own, "capture_consumers")
-                self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"{THREAD_PREFIX}{name}")
+                self._threads[name] = ConsumerThread(f"{THREAD_PREFIX}{name}")
                 self._meters[name] = ConsumerMetrics(model, name)
                 self._start(name)
             capabilities.check(compile_program([], [spec for _, spec in self.server_wide]), None)
@@ -127,7 +131,7 @@ class CaptureManager:
         """Tell the consumers that a sample was submitted."""
         for name, spec in specs:
             if type(self._consumers[name]).begin is not Consumer.begin:
-                with suppress(RuntimeError):  # the executor is shut down: the process is ending
+                with suppress(RuntimeError):  # the process is ending
                     self._threads[name].submit(
                         self._begin, name, SubmittedRequest(request_id, sample, submission, spec)
                     )
@@ -156,7 +160,7 @@ class CaptureManager:
     def _submit(self, name: str, spec: CaptureSpec, *submitted: Any) -> Future[CaptureResult]:
         try:
             result = self._threads[name].submit(self._deliver_measured, time.monotonic(), name, spec, *submitted)
-        except RuntimeError as error:  # the executor is shut down: the process is ending
+        except RuntimeError as error:  # the process is ending
             return finished(CaptureResult("error", f"{name} is closed: {error}", None))
         self._meters[name].queued()
         return result
@@ -204,6 +208,7 @@ class CaptureManager:
             )
             return CaptureResult(captured.status, captured.error, self._consumers[name].accept(captured), unreached)
         except BaseException as error:  # third-party consumers may raise anything
+            self._errors.error(name, "Capture consumer %s failed: %s", name, error, exc_info=error)
             return CaptureResult("error", f"{type(error).__name__}: {error}", None)
 
     def close(self) -> None:
@@ -211,12 +216,28 @@ class CaptureManager:
         if self._closed:
             return
         self._closed = True
+        for thread in self._threads.values():
+            thread.close()
         for name, thread in self._threads.items():
-            thread.shutdown(wait=True)
-            try:
-                self._consumers[name].close()
-            except Exception:  # the other consumers must still complete their files
-                logger.exception("Capture consumer %s failed to close", name)
+            thread.finish(self._close_consumer, name)
+        self.give_up_on_hung(HUNG_SECONDS)
+
+    def _close_consumer(self, name: str) -> None:
+        try:
+            self._consumers[name].close()
+        except Exception:  # the other consumers must still complete their files
+            logger.exception("Capture consumer %s failed to close", name)
+
+    def give_up_on_hung(self, seconds: float) -> None:
+        """Wait for pending samples, and abandon those of a consumer that finishes none within ``seconds``.
+
+        Their results have the status ``error``. A consumer that hangs would otherwise keep the process from ending.
+        """
+        for name, thread in self._threads.items():
+            if not thread.settle(seconds):
+                problem = f"{name} has finished nothing for {seconds:g} s while the process was ending"
+                lost = thread.abandon(CaptureResult("error", problem, None))
+                logger.error("Capture consumer %s hangs: %d jobs were given up", name, lost)
 
     def close_from_finalizer(self) -> None:
         """Close when the engine is garbage-collected, which may happen in any thread.

@@ -53,7 +53,7 @@ class CapturedRequest:
 
     The last token has rows only if a readout ended the request (``stop_on``); otherwise it is never forwarded.
 
-    Example:
+    Examples:
         >>> captured = llm.generate("one", params)[0].capture_results["memory"].data  # doctest: +SKIP
         >>> captured.tensor("post_block", 3), captured.positions("post_block", 3)  # doctest: +SKIP
     """
@@ -144,7 +144,7 @@ def raise_unknown_site(point: str, layer: int, known: Mapping[Site, Any]) -> NoR
 class CaptureResult:
     """Result of one consumer for one sample of a request.
 
-    Example:
+    Examples:
         >>> result = llm.generate("one", params)[0].capture_results["memory"]  # doctest: +SKIP
         >>> result.tensor("post_block", 3) if result.status == "ok" else result.error  # doctest: +SKIP
     """

@@ -36,7 +36,8 @@ class DoctorError(Exception):
 def run(path: Path, settings: Mapping[str, Any], engine: Mapping[str, Any], *, as_json: bool, with_proof: bool) -> None:
     """Run the command.
 
-    Exits with status 1 if the model cannot be steered or the proof fails, with status 2 if an argument is wrong.
+    Exits with status 1 if an engine with these arguments would not start or the proof fails, with status 2 if an
+    argument is wrong.
 
     Args:
         path: A model folder, or its configuration file.
@@ -46,7 +47,8 @@ def run(path: Path, settings: Mapping[str, Any], engine: Mapping[str, Any], *, a
         with_proof: Also compare a shrunk copy of the model with Transformers.
     """
     from vllm_steer.cli.doctor_output import print_proof, print_report
-    from vllm_steer.errors import SteeringError
+    from vllm_steer.compat.version import check_version
+    from vllm_steer.errors import IncompatibleError, SteeringError
 
     try:
         with model_folder(path) as model:
@@ -65,7 +67,12 @@ def run(path: Path, settings: Mapping[str, Any], engine: Mapping[str, Any], *, a
         typer.echo(msgspec.json.encode(document).decode())
     elif proof is not None:
         print_proof(proof)
-    if not supported or (proof is not None and not proof["agrees"]):
+    try:
+        check_version(report.vllm)
+    except IncompatibleError as error:
+        raise fail(error) from None
+    conflicts = any(conflict.present for conflict in report.conflicts)
+    if not supported or conflicts or (proof is not None and not proof["agrees"]):
         raise typer.Exit(1)
 
 

@@ -122,10 +122,14 @@ def _given(options: dict[str, int | None]) -> dict[str, int]:
 
 @app.command()
 def version() -> None:
-    """Print the versions of vllm-steer and vLLM, and the tested vLLM versions."""
+    """Print the versions of vllm-steer and vLLM, and the tested vLLM versions.
+
+    Exits with status 1 if engines with steering do not start with this vLLM.
+    """
     from vllm_steer._version import __version__
     from vllm_steer.compat.internals import NOT_INSTALLED
-    from vllm_steer.compat.version import TESTED_RANGE, compare_installed, is_tested
+    from vllm_steer.compat.version import TESTED_RANGE, check_version, compare_installed, is_tested
+    from vllm_steer.errors import IncompatibleError
 
     typer.echo(f"vllm-steer {__version__}")
     try:
@@ -137,6 +141,10 @@ def version() -> None:
     if not is_tested(vllm_version):
         typer.echo(str(compare_installed(vllm_version)))
     typer.echo(f"tested with vLLM {TESTED_RANGE}")
+    try:
+        check_version(vllm_version)
+    except IncompatibleError as error:
+        raise fail(error) from None
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ Tokens: TypeAlias = list[int]  # the method `list` hides the type inside of the 
 
 
 class AsyncClient:
-    """Asynchronous counterpart of :class:`~vllm_steer.client.Client`.
+    """Asynchronous counterpart of `Client`.
 
     Methods are coroutines; `stream_chat` is an asynchronous iterator.
 
-    Example:
+    Examples:
         >>> from vllm_steer import AsyncClient  # doctest: +SKIP
         >>> client = AsyncClient("http://localhost:8000")  # doctest: +SKIP
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ServerError(Exception):
     """An error response of the server.
 
-    Example:
+    Examples:
         >>> from vllm_steer import ServerError  # doctest: +SKIP
         >>> try:  # doctest: +SKIP
         ...     client.complete("one", steering_modules=["missing"])
@@ -147,7 +147,7 @@ class Choice:
 class Completion:
     """Response of the completions or the chat route.
 
-    Example:
+    Examples:
         >>> answer = client.complete("Once upon a time", max_tokens=16, steering_modules=["calm"])  # doctest: +SKIP
         >>> answer.text, answer.applied  # doctest: +SKIP
     """

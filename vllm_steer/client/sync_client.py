@@ -31,11 +31,11 @@ class Client:
     """Client for modules, global steering, completions and captures.
 
     Vectors can be lists, numpy arrays or torch tensors; arrays are sent packed. All methods raise
-    :class:`~vllm_steer.client.ServerError` for error responses and ``httpx.TransportError`` if the server cannot be
+    `ServerError` for error responses and ``httpx.TransportError`` if the server cannot be
     reached. Requests that the server defers (429, 503) are retried, and so are idempotent requests whose connection was
     lost; ``retry`` sets how often.
 
-    Example:
+    Examples:
         >>> from vllm_steer import Client  # doctest: +SKIP
         >>> client = Client("http://localhost:8000")  # doctest: +SKIP
         >>> client.complete("Once upon a time", max_tokens=16, steering_modules=["calm"]).text  # doctest: +SKIP

@@ -11,7 +11,7 @@ def install() -> None:
     vLLM's own modules (``vllm.entrypoints.llm.LLM``), stay the same. Without ``enable_steering=True`` and without
     steering fields, the subclasses behave as vLLM's classes.
 
-    Example:
+    Examples:
         >>> import vllm_steer
         >>> vllm_steer.install()  # doctest: +SKIP
         >>> from vllm import LLM  # doctest: +SKIP

@@ -28,7 +28,7 @@ class CapacityError(GracefulHTTPError):  # type: ignore[misc]
     ``AsyncLLM.generate`` raises it, and a server responds with HTTP 503. ``LLM.generate`` returns an output with
     ``finish_reason="error"`` and the reason in ``stop_reason`` instead.
 
-    Example:
+    Examples:
         >>> from vllm_steer import CapacityError
         >>> async def generate(llm, prompt, params):
         ...     try:

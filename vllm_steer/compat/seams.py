@@ -231,8 +231,14 @@ _FRONT_END: Final = (
     ),
     *_attributes(
         "vllm.v1.engine.async_llm:AsyncLLM",
-        "the context of an engine client is stored on its processors",
-        "collective_rpc engine_core input_processor output_processor vllm_config",
+        "the context of an engine client is stored on its processors; requests are ended at shutdown",
+        "abort collective_rpc engine_core input_processor output_processor vllm_config",
+    ),
+    *_attributes("vllm.v1.engine.core_client:MPClient", "whether the engine is a child of this process", "resources"),
+    *_attributes(
+        "vllm.v1.engine.core_client:BackgroundResources",
+        "whether the engine is a child of this process",
+        "engine_manager",
     ),
     *_attributes(
         "vllm.v1.metrics.loggers:StatLoggerManager", "our logger runs ahead of vLLM's", "engine_indexes stat_loggers"

@@ -18,6 +18,7 @@ a plugin interface of vLLM
 ``OutputProcessor``                   outputs have no field for captured rows; their state has to follow each sample
 ``RequestOutput.add``                 merging outputs would lose captured rows
 ``StatLoggerManager``                 vLLM loads stat logger plugins in ``AsyncLLM`` only
+``AsyncLLM.shutdown``                 API servers would close their connection to the engine ahead of their streams
 ``run_batch``, ``run_request``        lines of a batch file do not pass through the server's middleware
 ====================================  ==================================================================================
 """
@@ -228,7 +229,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
         "response",
         "RequestOutputs, and the captures that the request's context collected",
         "a response body with capture_results and steering_applied",
-        (),
+        (Join("vllm.v1.engine.async_llm:AsyncLLM.shutdown", AROUND, "vllm_steer.server.drain:shutdown"),),
     ),
 )
 """Stages of a request, in order. ``OVERRIDE`` rows are subclasses and wrap nothing; the others are wrapped in front

@@ -21,7 +21,7 @@ ENTRY_POINT_GROUP = "vllm_steer.controllers"
 class ControlledRequest:
     """The sample of a request that a controller controls.
 
-    Example:
+    Examples:
         >>> from vllm_steer import ControlledRequest
         >>> ControlledRequest("request-1", 0, num_prompt_tokens=12, live_names=("calm",)).live_names
         ('calm',)
@@ -44,7 +44,7 @@ class Controller(ABC):
     with ``--steering-controller NAME:key=value`` or ``AsyncLLM.from_engine_args(steering_controller=...)``. The options
     are keyword arguments of ``__init__``, which must not block.
 
-    Example:
+    Examples:
         >>> from vllm_steer import Controller
         >>> class Damper(Controller):
         ...     name = "damper"

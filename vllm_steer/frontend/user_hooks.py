@@ -34,7 +34,7 @@ _numbers = count(1)
 class HookHandle:
     """A registered user hook. As a context manager, it removes the hook at the end of the block.
 
-    Example:
+    Examples:
         >>> with llm.register_hook(fn, "post_block", [3]) as handle:  # doctest: +SKIP
         ...     outputs = llm.generate(prompts, params)
     """
@@ -64,7 +64,7 @@ class HookHandle:
 
 
 def register_hook(engine: Any, function: Hook, point: str, layers: Any = None) -> HookHandle:
-    """Register a user hook in the engine of an ``LLM``; see :meth:`vllm_steer.LLM.register_hook`.
+    """Register a user hook in the engine of an ``LLM``; see `LLM.register_hook`.
 
     Args:
         engine: vLLM's ``LLMEngine``.
@@ -101,7 +101,7 @@ def register_hook(engine: Any, function: Hook, point: str, layers: Any = None) -
 
 
 def check_process(config: SteeringConfig, *, in_process: bool | None = None) -> None:
-    """Raise :class:`SteeringError` if user hooks are on and the engine runs in another process.
+    """Raise `SteeringError` if user hooks are on and the engine runs in another process.
 
     Args:
         config: Settings of the engine.

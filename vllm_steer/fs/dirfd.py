@@ -79,3 +79,28 @@ def write_atomic(name: str, data: bytes, dir_fd: int, mode: int = 0o600) -> None
             os.unlink(temporary, dir_fd=dir_fd)
         raise
     os.fsync(dir_fd)
+
+
+def reserve_space(name: str, size: int, dir_fd: int) -> None:
+    """Create or extend the file ``name`` to at least ``size`` bytes of the disk, for `write_reserved`."""
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    try:
+        if os.fstat(fd).st_size < size:
+            os.posix_fallocate(fd, 0, size)
+    finally:
+        os.close(fd)
+
+
+def write_reserved(reserved: str, name: str, data: bytes, dir_fd: int) -> None:
+    """Replace the file ``name`` as `write_atomic` does, in the space of ``reserved``, so that a full disk is enough."""
+    fd = os.open(reserved, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.ftruncate(fd, len(data))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(reserved, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    os.fsync(dir_fd)

@@ -27,7 +27,7 @@ class PatchingResult:
     over the pairs and over the draws of the noise. A cell is NaN if it failed or has not been run; `errors` has the
     reasons.
 
-    Example:
+    Examples:
         >>> result = study.sweep(points=["post_block"])  # doctest: +SKIP
         >>> result.grid("post_block").shape, result.noise_floor(), result.cache_hit_rate  # doctest: +SKIP
     """

@@ -32,8 +32,8 @@ class PatchingStudy:
     """Activation patching between two runs: a clean one, and one whose answer has changed.
 
     Args:
-        llm: A :class:`~vllm_steer.LLM` with steering, or a :class:`~vllm_steer.Client` or
-            :class:`~vllm_steer.AsyncClient` of a server. Over a server, ``kl`` distinguishes at most 20 tokens, and
+        llm: An `LLM` with steering, or a `Client` or
+            `AsyncClient` of a server. Over a server, ``kl`` distinguishes at most 20 tokens, and
             ``cache_hit_rate`` needs ``--enable-prompt-tokens-details``. The study and its sweeps wait for their
             requests; in asynchronous code, run them with ``asyncio.to_thread``, or await `AsyncClient.patch`.
         clean: The clean prompt, as text or token ids.
@@ -62,7 +62,7 @@ class PatchingStudy:
     Raises:
         SteeringError: An argument is invalid.
 
-    Example:
+    Examples:
         >>> from vllm_steer.patching import PatchingStudy  # doctest: +SKIP
         >>> study = PatchingStudy(  # doctest: +SKIP
         ...     llm,
@@ -140,7 +140,7 @@ class PatchingStudy:
             positions: ``"all"``, or a list of positions in the patched run (negative ones count from the end),
                 ``[start, stop]`` pairs and texts as ``{"span": text, "occurrence": 0}``; one column each.
             metric: Default metric of the grids: ``"logit_diff"``, ``"logprob"``, ``"recovered"``, ``"kl"``, or a
-                function of :class:`~vllm_steer.patching.metrics.LogProbs` that returns a number. ``logprob``,
+                function of `LogProbs` that returns a number. ``logprob``,
                 ``logit_diff`` and ``recovered`` come from the same runs; ``kl`` needs ``kl_tokens`` or ``metric="kl"``
                 in the sweep, and a function must be the sweep's metric.
             direction: ``"denoising"`` (default) patches clean rows into the corrupt run: are they sufficient?

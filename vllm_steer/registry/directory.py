@@ -7,6 +7,9 @@ the lock if its holder dies. A writer stores all content before it replaces the 
 therefore see the old state or the new state, and acknowledged changes survive a crash. Symbolic links are never
 followed.
 
+A reserved file holds enough space of the disk for the next index, so that a full disk does not prevent a change that
+only removes something: global steering can always be cleared.
+
 A reader keeps the index that it has read open. As long as it does, no other file can have the same inode, so a single
 ``stat`` reliably detects a newer index.
 """
@@ -25,7 +28,16 @@ from pathlib import Path
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.fs.dirfd import TEMPORARY_PREFIX, exists, open_dir, open_readonly, read_regular, write_atomic
+from vllm_steer.fs.dirfd import (
+    TEMPORARY_PREFIX,
+    exists,
+    open_dir,
+    open_readonly,
+    read_regular,
+    reserve_space,
+    write_atomic,
+    write_reserved,
+)
 from vllm_steer.fs.mounts import WARNED, find_refusal, mount_of
 from vllm_steer.registry.errors import FIELD, RegistryUnavailableError
 from vllm_steer.registry.index import MAX_INDEX_BYTES, RegistryIndex, decode_index, encode_index
@@ -33,7 +45,8 @@ from vllm_steer.registry.module import DIGEST_PREFIX, Module
 from vllm_steer.registry.module_files import read_module, write_module
 from vllm_steer.registry.snapshot import Snapshot
 
-INDEX, LOCK, OBJECTS, SUFFIX = "index.json", "lock", "objects", ".safetensors"
+INDEX, LOCK, OBJECTS, SUFFIX, RESERVED = "index.json", "lock", "objects", ".safetensors", "reserved"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 LOCK_SECONDS = 10.0
 """How long a change waits for another process to finish its own."""
 RETRY_SECONDS = 1.0
@@ -69,6 +82,7 @@ class DirectoryStore:
             with self._exclusive():
                 if not exists(INDEX, self._root):
                     write_atomic(INDEX, msgspec.json.encode(RegistryIndex()), self._root)
+                self._reserve()
         self.refresh()
 
     @property
@@ -103,12 +117,14 @@ class DirectoryStore:
             old = self.refresh()
             new = update(old)
             if new is not old:
-                index = encode_index(new.index, os.fstat(self._index_fd).st_size)
+                old_size = os.fstat(self._index_fd).st_size
+                index = encode_index(new.index, old_size)
                 for digest in new.contents.keys() - old.contents.keys():
                     write_atomic(_file_name(digest), write_module(new.contents[digest]), self._objects)
-                write_atomic(INDEX, index, self._root)
+                self._write_index(index, removes=len(index) < old_size)
                 self._adopt(open_readonly(INDEX, self._root), new)
                 self._remove_unused(new.index)
+                self._reserve()
             return self._snapshot
 
     def close(self) -> None:
@@ -116,6 +132,19 @@ class DirectoryStore:
         for fd in (self._index_fd, self._objects, self._root):
             if fd >= 0:
                 os.close(fd)
+
+    def _write_index(self, index: bytes, *, removes: bool) -> None:
+        try:
+            write_atomic(INDEX, index, self._root)
+        except OSError as error:
+            if error.errno not in _FULL or not removes:
+                raise
+            write_reserved(RESERVED, INDEX, index, self._root)
+
+    def _reserve(self) -> None:
+        """Reserve space for an index that is smaller than the present one."""
+        with suppress(OSError):  # a full disk: the next change tries again
+            reserve_space(RESERVED, os.stat(INDEX, dir_fd=self._root).st_size, self._root)
 
     def _is_current(self, index_fd: int) -> bool:
         current = os.stat(INDEX, dir_fd=self._root, follow_symlinks=False)
@@ -186,7 +215,7 @@ class DirectoryStore:
     def _remove_unused(self, index: RegistryIndex) -> None:
         """Remove content that the index does not refer to, and temporary files of killed writers."""
         needed = {_file_name(digest) for digest in index.digests()}
-        for folder, keep in ((self._objects, needed), (self._root, {INDEX, LOCK, OBJECTS})):
+        for folder, keep in ((self._objects, needed), (self._root, {INDEX, LOCK, OBJECTS, RESERVED})):
             for name in set(os.listdir(folder)) - keep:
                 if name.startswith(TEMPORARY_PREFIX) or (folder == self._objects and name.endswith(SUFFIX)):
                     with suppress(OSError):  # an unused file only costs space

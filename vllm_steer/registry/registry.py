@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from vllm_steer import audit
 from vllm_steer.errors import SteeringError
+from vllm_steer.log import steering_logger
 from vllm_steer.metrics.module_registry import set_registry_gauges
 from vllm_steer.models.centring import Centring
 from vllm_steer.models.sae_features import FeatureReader
@@ -32,6 +33,8 @@ from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.registry.storage import MemoryStore, RegistryStore
 from vllm_steer.spec.arguments import suggest_arguments
 from vllm_steer.spec.references import Reference, parse_reference, parse_references, read_name
+
+logger = steering_logger(__name__)
 
 DEFAULT_LIMITS = RegistryLimits()
 _ARGUMENT_ALIASES: Mapping[str, str] = MappingProxyType(
@@ -61,7 +64,7 @@ class SteeringRegistry:
     A change increments the epoch and applies to requests admitted afterwards. Repeating a change has no effect.
     Thread-safe.
 
-    Example:
+    Examples:
         >>> llm.steering.register("calm", base={"post_block": {1: [0.5] * 256}})  # doctest: +SKIP
         >>> llm.steering.set(modules=[("calm", 0.5)]).epoch  # doctest: +SKIP
         >>> llm.steering.clear()  # doctest: +SKIP
@@ -125,7 +128,7 @@ class SteeringRegistry:
                 shape ``[H]`` and any type that requests accept.
             prefill: Like ``base``, for prompt tokens.
             decode: Like ``base``, for generated tokens.
-            edits: List of :class:`vllm_steer.Edit` or of dicts with its arguments, applied after ``base``,
+            edits: List of `Edit` or of dicts with its arguments, applied after ``base``,
                 ``prefill`` and ``decode``.
             probes: ``{name: vector}``, directions for readouts, captures and rows of ``replace``. A probe with a hidden
                 layer is a dict with ``weights``, ``outputs``, ``biases`` and ``activation``, for readouts only.
@@ -152,17 +155,22 @@ class SteeringRegistry:
         return self.register_module(name, *_read_file(source))
 
     def ensure_file(self, name: str, path: str | Path) -> None:
-        """Register a file at server start, unless ``name`` already has that version, current or older.
+        """Register a file at server start, unless it is the current version of ``name``.
 
-        A current version whose stored content is damaged is registered again.
+        A current version whose stored content is damaged is registered again. Another current version is replaced with
+        a warning, because it may have been registered since the last start.
         """
         module, metadata = _read_file(path)
         snapshot = self.snapshot()
-        digests = [version.digest for version in snapshot.index.modules.get(read_name(name, "name"), ())]
-        damaged = module.digest in snapshot.problems and digests[-1:] == [module.digest]
-        if module.digest not in digests or damaged:
-            with audit.attribute_to(audit.START):
-                self.register_module(name, module, metadata)
+        current = [version.digest for version in snapshot.index.modules.get(read_name(name, "name"), ())][-1:]
+        if current == [module.digest] and module.digest not in snapshot.problems:
+            return
+        if current and current != [module.digest]:
+            logger.warning(
+                "Module %s: the file %s (%s) replaces the registered version %s", name, path, module.digest, current[0]
+            )
+        with audit.attribute_to(audit.START):
+            self.register_module(name, module, metadata)
 
     def register_module(self, name: str, module: Module, metadata: ModuleMetadata) -> ModuleInfo:
         """Register a parsed module; see `register`."""

@@ -33,3 +33,9 @@ class KeyLimitError(AccessError):
 
 class ServerFullError(AccessError):
     """The requests of all keys together would exceed a limit; retry after `Retry-After` seconds."""
+
+
+class DrainingError(AccessError):
+    """The server is shutting down and finishes the requests that it has."""
+
+    retry_after = 5

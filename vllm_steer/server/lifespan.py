@@ -15,6 +15,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
 from vllm_steer.server.allocator import keep_freed_memory
 from vllm_steer.server.auth.authenticator import authenticator_of, warn_if_unprotected
+from vllm_steer.server.drain import start_drain
 from vllm_steer.server.http.openapi import add_openapi_fields
 from vllm_steer.server.routes.capabilities import add_capabilities_route
 from vllm_steer.server.routes.captures import capture_store_of
@@ -60,6 +61,7 @@ async def _start(scope: Scope) -> EngineContext | None:
         if not has_keys:
             warn_if_unprotected(getattr(app.state, "args", None))
         keep_freed_memory()
+        start_drain(app, client)
         capture_store_of(app).update_metrics()
         add_capabilities_route(app, engine)
         add_module_routes(app, engine.registry)

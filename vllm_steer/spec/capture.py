@@ -53,9 +53,9 @@ _EXAMPLE = '{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt
 class CaptureSpec:
     """Rows of the residual stream that one consumer receives, validated on construction and immutable.
 
-    All arguments are keyword-only. Equality and hash are by content. :class:`CaptureForm` declares the JSON form.
+    All arguments are keyword-only. Equality and hash are by content. `CaptureForm` declares the JSON form.
 
-    Example:
+    Examples:
         >>> from vllm_steer import CaptureSpec
         >>> CaptureSpec(hooks={"post_block": range(2)}, positions="all").hooks
         (('post_block', (0, 1)),)

@@ -180,7 +180,7 @@ class Edit:
 
     In requests, an edit is a JSON object with the arguments as keys.
 
-    Example:
+    Examples:
         >>> from vllm_steer import Edit
         >>> edit = Edit(kind="add", point="post_block", layers=range(3, 5), vector=[1.0, 0.0], tokens="generated")
         >>> edit.layers, edit.vector.shape, edit.strength
@@ -251,7 +251,7 @@ class Edit:
             strength: A finite number. For ``replace``, 1 puts the row there and numbers between 0 and 1 interpolate.
             tokens: ``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``, ``"image"``, ``"thinking"``,
                 ``"answer"``, ``"tool_call"``, a list of positions and ``[start, stop]`` pairs, or a dict of
-                :class:`~vllm_steer.spec.part.SpanForm`'s fields. Default ``"all"``; ``"generated"`` if ``when`` has a
+                `SpanForm`'s fields. Default ``"all"``; ``"generated"`` if ``when`` has a
                 window other than ``"token"``.
             low: Lower bound of ``clamp``, which needs ``low``, ``high`` or both, with ``low <= high``.
             high: Upper bound of ``clamp``.
@@ -262,7 +262,7 @@ class Edit:
             set: For ``feature``, the new activation; TopK autoencoders are refused.
             add: For ``feature``, a number that is added to the activation, instead of ``set``.
             when: A condition on a readout of the request, such as ``{"readout": "refusal", "above": 0.6}``, or a list
-                of conditions, all of which must hold. :class:`~vllm_steer.spec.condition.ConditionForm` lists the keys.
+                of conditions, all of which must hold. `ConditionForm` lists the keys.
             live: Name of a factor of the strength, 1 at first, that ``set_strength`` changes during the request.
 
         Raises:

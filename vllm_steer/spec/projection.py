@@ -50,7 +50,7 @@ class Projection:
     Directions are not normalized: a unit vector yields the length of a row along it, the weights of a probe yield its
     score. Equality and hash are by content.
 
-    Example:
+    Examples:
         >>> from vllm_steer import CaptureSpec, Projection
         >>> directions = Projection([[1.0, 0.0], [0.0, 1.0]])
         >>> directions.directions.shape

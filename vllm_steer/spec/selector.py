@@ -105,7 +105,7 @@ class Selector:
     the placeholder tokens of images in the prompt; and ``"system"``, ``"user"`` and ``"assistant"``, messages of the
     chat template.
 
-    Example:
+    Examples:
         >>> from vllm_steer import Selector
         >>> Selector([0, [2, 4], -1]).intervals(prompt_len=10)
         ((0, 1), (2, 4), (9, 10))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of the user that run at hook points, request by request.
 
-The custom op of a tap calls :meth:`UserHooks.run` ahead of the site's edits and captures, so captures return the rows
+The custom op of a tap calls `UserHooks.run` ahead of the site's edits and captures, so captures return the rows
 that the hooks left. The op is opaque to the compiler, which makes it the eager segment around a hooked layer.
 """
 
@@ -23,7 +23,7 @@ logger = steering_logger(__name__)
 class HookedRows:
     """Rows of one request at one site in one step: the argument of a user hook.
 
-    Example:
+    Examples:
         >>> from vllm_steer import HookedRows
         >>> def halve_prompt_start(view: HookedRows) -> None:
         ...     view.rows[view.positions < 4] *= 0.5

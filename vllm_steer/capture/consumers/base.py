@@ -24,26 +24,25 @@ class Consumer(ABC):
     """A destination of captured rows.
 
     A consumer is created once per front end: in the process of the ``LLM``, or in each API server.
-    Requests name it as ``capture={name: spec}``. To add one, subclass this class and declare an entry point::
+    Requests name it as ``capture={name: spec}``. To add one, subclass this class and declare an entry point:
 
-        [project.entry-points."vllm_steer.capture_consumers"]
-        mine = "my_package:MyConsumer"
+    ```toml
+    [project.entry-points."vllm_steer.capture_consumers"]
+    mine = "my_package:MyConsumer"
+    ```
 
-    ============== ================================= ================================== ==============================
-    method         called                            thread                             exceptions
-    ============== ================================= ================================== ==============================
-    ``__init__``   when the process starts           main thread; may block             the process does not start
-    ``start``      before the first request          main thread; may block             the process does not start
-    ``check``      for each request that names the   request thread (a server's event   SteeringError rejects the
-                   consumer, before it reaches the   loop); must not block              request; others are server
-                   engine                                                               errors (500)
-    ``begin``      for each sample of a request      the consumer's own thread, in      logged
-                   that the front end accepted       order with ``accept``; may block
-    ``accept``     for each sample of a request      the consumer's own thread, one     the capture's status becomes
-                   that has finished or was aborted  call at a time; may block          ``error``; nothing else is
-                   (status ``partial``)                                                 affected
-    ``close``      once, after the last ``accept``   any thread; may block              logged
-    ============== ================================= ================================== ==============================
+    Every method except ``check`` may block:
+
+    * ``__init__`` is called when the process starts, and ``start`` before the first request, in the main thread. If one
+      of them raises, the process does not start.
+    * ``check`` is called for each request that names the consumer, before it reaches the engine, in the request's
+      thread (a server's event loop). SteeringError rejects the request; other exceptions are server errors (500).
+    * ``begin`` is called for each sample of a request that the front end accepted, in the consumer's own thread and in
+      order with ``accept``. Exceptions are logged.
+    * ``accept`` is called for each sample of a request that has finished or was aborted (status ``partial``), in the
+      consumer's own thread, one call at a time. If it raises, the capture's status becomes ``error`` and the exception
+      is logged; nothing else is affected.
+    * ``close`` is called once, after the last ``accept``, in any thread. Exceptions are logged.
 
     The operator's options (``--capture-consumers mine:key=value``) are keyword arguments of ``__init__``. Values are
     converted to the annotated types, and unknown options are rejected. A request gives options as further keys of its
@@ -52,7 +51,7 @@ class Consumer(ABC):
     The rows of a `CapturedRequest` may be kept but not modified, because several consumers can share them. vllm-steer
     does not write to them again.
 
-    Example:
+    Examples:
         >>> from vllm_steer import Consumer
         >>> class Count(Consumer):
         ...     name = "count"

@@ -34,7 +34,7 @@ _POSITION_NAMES: Mapping[str, str] = MappingProxyType({selector: name for name, 
 class CaptureFileError(ValueError):
     """A file is damaged or not a capture file.
 
-    Example:
+    Examples:
         >>> from vllm_steer import CaptureFileError, open_captures  # doctest: +SKIP
         >>> try:  # doctest: +SKIP
         ...     requests = list(open_captures("acts"))

@@ -52,7 +52,7 @@ def open_captures(path: str | Path, run: str | None = None) -> Captures:
         FileNotFoundError: ``path`` does not exist.
         ValueError: There is no such run.
 
-    Example:
+    Examples:
         >>> from vllm_steer import open_captures  # doctest: +SKIP
         >>> [request.tensor("post_block", 5).shape for request in open_captures("acts")]  # doctest: +SKIP
     """

@@ -53,7 +53,7 @@ class VllmSteerAPI(VLLMAPI):
             rows are stored only if it is given.
         **arguments: Further arguments of Inspect's ``vllm`` provider.
 
-    Example:
+    Examples:
         >>> from inspect_ai.model import get_model  # doctest: +SKIP
         >>> model = get_model("vllm-steer/demo", base_url="http://localhost:8000/v1")  # doctest: +SKIP
     """

@@ -17,7 +17,7 @@ from vllm_steer.peers.nnterp.model import StandardizedTransformer, read_prompts
 class TargetPrompt:
     """A prompt and the position whose row is replaced.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.nnterp import TargetPrompt
         >>> TargetPrompt("a is ?", -1).index_to_patch
         -1
@@ -37,7 +37,7 @@ def repeat_prompt(
 ) -> TargetPrompt:
     """Return a prompt that repeats each word, and ends with a placeholder.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.nnterp import repeat_prompt
         >>> repeat_prompt(["a"], sep=" ").prompt
         'a a ?'

@@ -41,7 +41,7 @@ class StandardizedTransformer:
     Raises:
         SteeringError: The engine has no steering.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.nnterp import StandardizedTransformer  # doctest: +SKIP
         >>> model = StandardizedTransformer("demo/model")  # doctest: +SKIP
         >>> model.get_token_activations(["one", "two"], layers=[1]).shape  # doctest: +SKIP

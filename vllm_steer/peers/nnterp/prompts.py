@@ -18,7 +18,7 @@ from vllm_steer.spec.scalars import shown
 class Prompt:
     """A prompt and the tokens whose probabilities are read.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.nnterp import Prompt
         >>> Prompt("2 + 2 =", {"four": [19]}).target_tokens
         {'four': [19]}

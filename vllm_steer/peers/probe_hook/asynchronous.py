@@ -31,7 +31,7 @@ class AsyncLLM(ProbingEngine):
 
     Outputs of a running request have the rows of the tokens so far; with ``RequestOutputKind.DELTA``, the new rows.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.probe_hook import AsyncLLM  # doctest: +SKIP
         >>> llm = AsyncLLM("demo/model", layers=[1])  # doctest: +SKIP
     """

@@ -21,7 +21,7 @@ from vllm_steer.peers.probe_hook.options import (
 class LLM(ProbingEngine):
     """An offline engine whose outputs have hidden states; its arguments are those of :class:`ProbingEngine`.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.probe_hook import LLM  # doctest: +SKIP
         >>> LLM("demo/model", layers=[1]).generate("one")[0].hidden_states[1].shape  # doctest: +SKIP
     """

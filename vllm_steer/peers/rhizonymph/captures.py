@@ -17,7 +17,7 @@ _ID, _RANGES = "request_id", "ranges"
 class FilesystemCaptureRequest:
     """A capture of the consumer ``filesystem``.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.rhizonymph import FilesystemCaptureRequest
         >>> FilesystemCaptureRequest(request_id="a", hooks={"post_block": [1]}).to_spec()["tag"]
         'a'

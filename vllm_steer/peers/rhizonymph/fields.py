@@ -52,7 +52,7 @@ def translate_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SteeringError: A field is invalid or not served.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.rhizonymph import translate_fields
         >>> site = {"layer": 3, "hook": "post_block", "dest_position": 2, "source_inline": [1.0, 2.0], "alpha": 0.5}
         >>> translate_fields({"patch_sites": [site]})["steering"][0]["tokens"]

@@ -25,7 +25,7 @@ def SamplingParams(**kwargs: Any) -> SteeringParams:
     Raises:
         SteeringError: A field is invalid or not served.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.rhizonymph import SamplingParams
         >>> SamplingParams(max_tokens=4, steering_vectors={"post_block": {1: [0.5, 0.5]}}).max_tokens
         4
@@ -46,7 +46,7 @@ class LLM(SteeringLLM):
     Raises:
         SteeringError: An argument is invalid.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.rhizonymph import LLM  # doctest: +SKIP
         >>> llm = LLM("demo/model", max_steering_configs=8)  # doctest: +SKIP
     """

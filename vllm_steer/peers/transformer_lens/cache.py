@@ -29,7 +29,7 @@ def get_act_name(name: str, layer: int) -> str:
     Raises:
         SteeringError: The hook is not served.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.transformer_lens import get_act_name
         >>> get_act_name("resid_post", 3)
         'blocks.3.hook_resid_post'

@@ -58,7 +58,7 @@ class SteeringDriver:
     Raises:
         SteeringError: The engine does not fit.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.transformer_lens import SteeringDriver  # doctest: +SKIP
         >>> bridge = RemoteBridge(adapter, tokenizer, SteeringDriver(llm, adapter.cfg, tokenizer))  # doctest: +SKIP
         >>> _, cache = bridge.run_with_cache("The cat sat")  # doctest: +SKIP

@@ -33,7 +33,7 @@ class HookedTransformer:
     Raises:
         SteeringError: The engine has no steering.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.transformer_lens import HookedTransformer  # doctest: +SKIP
         >>> model = HookedTransformer("demo/model")  # doctest: +SKIP
         >>> _, cache = model.run_with_cache("one", names_filter="blocks.1.hook_resid_post")  # doctest: +SKIP

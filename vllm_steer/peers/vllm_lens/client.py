@@ -38,7 +38,7 @@ class LensResponse:
 class VLLMLensClient:
     """Client of a server with ``--enable-steering --steering-peers vllm-lens``.
 
-    Example:
+    Examples:
         >>> client = VLLMLensClient("http://localhost:8000/v1", model="m")  # doctest: +SKIP
         >>> client.generate("one", capture_layers=[3]).activations["residual_stream"].shape  # doctest: +SKIP
     """

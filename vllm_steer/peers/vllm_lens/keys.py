@@ -36,7 +36,7 @@ LORA_FIELD = "lora_request"
 class SteeringVector(BaseModel):
     """Vectors to add to the stream after some layers.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from vllm_steer.peers.vllm_lens import SteeringVector
         >>> SteeringVector(activations=torch.ones(1, 4), layer_indices=[2], scale=2.0).norm_match

@@ -29,7 +29,7 @@ class _KeysMeta(type(vllm_steer.params.SamplingParams)):  # type: ignore[misc]
 class SamplingParams(vllm_steer.params.SamplingParams, metaclass=_KeysMeta):
     """``vllm_steer.SamplingParams`` whose ``extra_args`` may hold the request keys of vllm-lens.
 
-    Example:
+    Examples:
         >>> from vllm_steer.peers.vllm_lens import SamplingParams
         >>> SamplingParams(max_tokens=4, extra_args={"output_residual_stream": [1, 3]}).max_tokens
         4

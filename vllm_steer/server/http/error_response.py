@@ -9,11 +9,13 @@ from starlette.responses import JSONResponse
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError
+from vllm_steer.log import LimitedLog, steering_logger
 from vllm_steer.metrics.requests import count_refusal
 from vllm_steer.registry.errors import FIELD as REGISTRY_FIELD
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.schema import ErrorAnswer, ErrorDetail
 from vllm_steer.server.access_errors import (
+    DrainingError,
     ForbiddenError,
     KeyLimitError,
     ServerFullError,
@@ -21,6 +23,7 @@ from vllm_steer.server.access_errors import (
     UnauthorizedError,
 )
 
+server_errors = LimitedLog(steering_logger(__name__))
 RETRY_SECONDS = 1
 """Default of the ``Retry-After`` header."""
 
@@ -51,6 +54,7 @@ ERRORS: tuple[tuple[type[SteeringError], HTTPStatus, str], ...] = (
     (BodyTooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "RequestEntityTooLargeError"),
     (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "RequestEntityTooLargeError"),
     (KeyLimitError, HTTPStatus.TOO_MANY_REQUESTS, "TooManyRequestsError"),
+    (DrainingError, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError"),
     (ServerFullError, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError"),
     (RegistryUnavailableError, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError"),
     (RegistryFullError, HTTPStatus.INSUFFICIENT_STORAGE, "InsufficientStorageError"),
@@ -74,6 +78,8 @@ def error_response(error: SteeringError) -> JSONResponse:
     status, kind = error_status(error)
     # The field of unreadable registry content is a digest; count it under the registry.
     count_refusal(status.value, REGISTRY_FIELD if isinstance(error, RegistryUnavailableError) else error.field)
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, DrainingError):
+        server_errors.error(f"{status.value} {kind}", "HTTP %d: %s", status.value, error)
     detail = ErrorDetail(message=str(error), type=kind, param=error.field, code=status.value)
     headers = {}
     if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm_steer.errors import SteeringError
 from vllm_steer.server.auth.authenticator import authenticate
 from vllm_steer.server.auth.current_key import use_key
+from vllm_steer.server.drain import drain_of
 from vllm_steer.server.http.error_response import error_response
 from vllm_steer.server.http.request_context import current_request
 from vllm_steer.server.http.request_guard import COMPOSING_ROUTES, RequestGuard
@@ -36,16 +37,24 @@ class SteeringMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
+        drain = drain_of(scope["app"])
         try:
+            if drain is not None:
+                drain.check(app_path(scope))
             auth = await authenticate(scope)
             reservation = quota_tracker_of(scope["app"]).reserve(None if COUNTED_KEY in scope else auth.quota_key)
         except SteeringError as error:
             await error_response(error)(scope, receive, send)
             return
+        counted = drain if scope.get("method") == "POST" else None
+        if counted is not None:
+            counted.active += 1
         try:
             with use_key(auth.key):
                 await self._serve(auth.scope, receive, send, reservation)
         finally:
+            if counted is not None:
+                counted.active -= 1
             reservation.release()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, reservation: Reservation) -> None:
