@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows of a bfloat16 model against HF Transformers, within a bound that separates neighbouring rows."""
+"""Captured rows of a bfloat16 model against HF Transformers, within a bound that separates neighbouring rows.
+
+And what captures and readouts return at an edited site is what the next layer reads, whatever was rounded.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tests.conformance.engine import MODES
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, result
 from tests.engine.conftest import close
 from tests.tiny import BF16_BOUND, BF16_MODEL, LAYERS, make_llm, save_tiny_llama
+from vllm_steer import Edit
 
 POINTS = ("pre_attn", "post_attn", "post_block")
 Streams = dict[tuple[str, int], torch.Tensor]
@@ -90,3 +96,48 @@ def test_neighbouring_rows_exceed_the_bound(captured: list[tuple[Any, list[int]]
             others += [right[point, other] for other in range(LAYERS) if other != layer]
             assert min(float(distance(found, other).median()) for other in others) > 2 * BF16_BOUND
             assert float(distance(found[1:], right[point, layer][:-1]).min()) > 2 * BF16_BOUND
+
+
+LARGE = 1000.0
+"""Factor of an MLP's output, like that of the few components of a real model's first token."""
+
+
+@pytest.mark.parametrize("mode", ["eager", "traced"])
+def test_an_edited_site_reports_what_the_next_layer_reads(tmp_path: Path, mode: str) -> None:
+    """Catches rows and readouts from before the model rounds the sum of two summands, and edits that it rounds away."""
+    folder, hidden = save_tiny_llama(tmp_path, **BF16_MODEL), BF16_MODEL["hidden_size"]
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] *= LARGE
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    vector = np.random.default_rng(3).standard_normal(hidden).astype("f4")
+    site: dict[str, Any] = {"point": "post_block", "layers": 1}
+    edits: list[Any] = [
+        [Edit(kind="replace", vector=vector, **site)],
+        [Edit(kind="clamp", vector=vector, low=5.0, high=5.0, **site)],
+        [
+            Edit(kind="add", vector=vector, strength=2.0, **site),
+            Edit(kind="clamp", vector=vector, low=5.0, high=5.0, **site),
+        ],
+        None,
+    ]
+    sites = (("post_block", 1), ("pre_attn", 2))
+    readouts = {point: {"probe": vector, "point": point, "layer": layer, "positions": "all"} for point, layer in sites}
+    spec = {"memory": {"hooks": {point: [layer] for point, layer in sites}, "positions": "all"}}
+    options: Any = {} if mode == "eager" else {"enforce_eager": False, **MODES["traced"]}
+    llm = make_llm(folder, dtype="bfloat16", **options)
+    try:
+        prompts = [prompt(*range(3, 12))] * len(edits)
+        fields: dict[str, Any] = {"logprobs": None, "readouts": readouts, "capture": spec}
+        outputs = run(llm, prompts, [params(4, steering=each, **fields) for each in edits])
+    finally:
+        close(llm)
+    for output in outputs:
+        here, there = (result(output).tensor(*each) for each in sites)
+        assert torch.equal(here, there)
+        values = [output.outputs[0].readouts[point].values for point, _ in sites]
+        np.testing.assert_array_equal(*values)
+        products = there.float().numpy().astype("f8") @ vector
+        np.testing.assert_allclose(values[0].reshape(-1), products, rtol=1e-5, atol=1e-2)
+    assert torch.equal(result(outputs[0]).tensor(*sites[1]), torch.from_numpy(vector).bfloat16().expand(12, hidden))
+    # Negative control: the plain stream is so long that rounding it matters.
+    assert float(result(outputs[3]).tensor(*sites[0]).float().norm(dim=1).min()) > 100 * np.linalg.norm(vector)

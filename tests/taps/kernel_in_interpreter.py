@@ -11,6 +11,7 @@ from itertools import product
 
 import torch
 
+from tests.taps import two_summands
 from tests.taps.infinite import wrong_rows
 from tests.taps.random_batches import compare_rows
 from tests.taps.random_projections import MAX_ERROR, SIZES, max_error
@@ -35,6 +36,7 @@ def main() -> None:
     if is_first:
         different += filter(None, [compare_rows(seed, device, 12, 9) for seed in range(6)])
         different += filter(None, [wrong_rows(launch_tap, with_other, device) for with_other in (False, True)])
+        different += filter(None, [two_summands.wrong_rows(launch_tap, torch.float16, device)])
         for size, picked in product(SIZES, (False, True)):
             if not (off := max_error(launch_products, size, picked, device)) < MAX_ERROR:
                 different.append(f"products {size}, picked {picked}: off by {off:.1e}")

@@ -94,22 +94,30 @@ def compare(
     for site in range(NUM_SITES):
         target = torch.randn(24, hidden, generator=generator).to(dtype).to(device)
         other = torch.randn(24, hidden, generator=generator).to(dtype).to(device) if with_other else None
-        expected, got = target.clone(), target.clone()
+        expected, got = _copies(target, other), _copies(target, other)
         tables.arena.fill_(POISON)
-        apply_tap(expected, other, tables.head_column(site), tables)
+        apply_tap(*expected, tables.head_column(site), tables)
         stored = tables.arena.clone()
         tables.arena.fill_(POISON)
-        launch(got, other, tables.head_column(site), tables)  # type: ignore[operator]
+        launch(*got, tables.head_column(site), tables)  # type: ignore[operator]
         if not torch.equal(stored == POISON, tables.arena == POISON):
             raise AssertionError("other rows of the arena were written")
-        stored_scale = torch.finfo(dtype).eps * stored.float().abs().clamp(min=1.0)
-        worst = max(worst, float(((stored.float() - tables.arena.float()).abs() / stored_scale).max()))
         idle = _first_instruction(tables, site) == 0
-        if not torch.equal(got[idle], target[idle]):
-            raise AssertionError("a token without instructions was changed")
-        scale = torch.finfo(dtype).eps * expected.float().abs().clamp(min=1.0)
-        worst = max(worst, float(((expected.float() - got.float()).abs() / scale).max()))
+        for summand, given in zip(got, (target, other), strict=True):
+            if summand is not None and not torch.equal(summand[idle], given[idle]):  # type: ignore[index]
+                raise AssertionError("a token without instructions was changed")
+        for right, seen in ((stored, tables.arena), (_stream(*expected), _stream(*got))):
+            scale = torch.finfo(dtype).eps * right.float().abs().clamp(min=1.0)
+            worst = max(worst, float(((right.float() - seen.float()).abs() / scale).max()))
     return worst
+
+
+def _copies(target: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return target.clone(), None if other is None else other.clone()
+
+
+def _stream(target: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    return target.float() if other is None else target.float() + other.float()
 
 
 def _first_instruction(tables: Tables, site: int) -> torch.Tensor:
@@ -129,15 +137,16 @@ def compare_fused(
         head, second = tables.head_column(site), tables.head_column((site + 1) % NUM_SITES)
         target = torch.randn(24, hidden, generator=generator).to(dtype).to(device)
         other = torch.randn(24, hidden, generator=generator).to(dtype).to(device) if with_other else None
-        apart, joined = target.clone(), target.clone()
+        apart, joined = _copies(target, other), _copies(target, other)
         tables.arena.fill_(POISON)
-        launch(apart, other, head, tables)
-        launch(apart, other, second, tables)
+        launch(*apart, head, tables)
+        launch(*apart, second, tables)
         stored = tables.arena.clone()
         tables.arena.fill_(POISON)
-        launch(joined, other, head, tables, second)
-        if not torch.equal(apart, joined):
-            return f"site {site}: the stream"
+        launch(*joined, head, tables, second)
+        for summand, right in zip(joined, apart, strict=True):
+            if summand is not None and not torch.equal(summand, right):  # type: ignore[arg-type]
+                return f"site {site}: the stream"
         if not torch.equal(stored, tables.arena):
             return f"site {site}: captured rows"
     return ""

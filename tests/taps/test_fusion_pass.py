@@ -58,6 +58,21 @@ def different_second_summands(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> A
     return x + y
 
 
+def two_and_one_summands(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
+    x = x * 2
+    taps[0](x, y)
+    taps[1](x)
+    return x
+
+
+def other_summand_read_between_taps(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
+    x = x * 2
+    taps[0](x, y)
+    seen = y * 3
+    taps[1](x, y)
+    return x + y, seen
+
+
 def one_and_two_summands(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
     x = x * 2
     taps[0](x)
@@ -94,7 +109,7 @@ def run_eager_and_compiled(
     with torch._inductor.config.patch(  # type: ignore[attr-defined, unused-ignore]
         post_grad_custom_post_pass=TapFusionPass(), enable_auto_functionalized_v2=False, force_disable_caches=True
     ):
-        got = torch.compile(lambda *summands: model(taps, *summands), fullgraph=True)(x, y)
+        got = torch.compile(lambda *summands: model(taps, *summands), fullgraph=True)(x.clone(), y.clone())
     return model(taps, x, y), got
 
 
@@ -107,6 +122,8 @@ def run_eager_and_compiled(
         (read_between_taps, [1, 1]),
         (different_second_summands, [1, 1]),
         (one_and_two_summands, [1, 1]),
+        (two_and_one_summands, [1, 1]),
+        (other_summand_read_between_taps, [1, 1]),
     ],
 )
 def test_fuses_only_adjacent_taps(
@@ -124,9 +141,9 @@ def test_comparison_detects_a_wrong_fusion(sites_per_launch: list[int], monkeypa
     def any_two(graph: Any) -> None:
         one, other = [node for node in graph.nodes if fusion_pass._is_single_tap(node)]
         other.kwargs = {**other.kwargs, "second": other.kwargs["head"], "head": one.kwargs["head"]}
-        (edited,) = one.users
-        edited.replace_all_uses_with(one.kwargs["target"])
-        graph.erase_node(edited)
+        for edited, name in zip(list(one.users), ("target", "other"), strict=True):
+            edited.replace_all_uses_with(one.kwargs[name])
+            graph.erase_node(edited)
         graph.erase_node(one)
 
     monkeypatch.setattr(fusion_pass, "fuse_taps", any_two)

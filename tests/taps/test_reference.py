@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.taps import two_summands
 from tests.taps.infinite import wrong_rows
 from tests.taps.random_tables import random_tables
 from vllm_steer.program import instructions as ops
@@ -70,13 +71,23 @@ def test_runs_each_tokens_instructions_in_order(seed: int, with_other: bool) -> 
         np.testing.assert_allclose((target + other).numpy(), np.stack(expected), atol=2e-5)
 
 
-def test_writes_only_the_target() -> None:
-    """Catches an edit added to the branch, which tensor-parallel ranks hold as partial sums."""
-    tables = random_tables(1, 64, torch.device("cpu"))
-    target, other = torch.randn(24, 64), torch.randn(24, 64)
-    kept = other.clone()
-    apply_tap(target, other, tables.head_column(0), tables)
-    assert torch.equal(other, kept)
+def test_the_model_goes_on_with_what_is_reported() -> None:
+    """Catches an edit that the model's addition of the summands rounds away, and values from before that rounding."""
+    assert two_summands.wrong_rows(apply_tap, torch.bfloat16, torch.device("cpu")) == ""
+
+
+def test_an_edit_of_one_summand_is_rounded_away() -> None:
+    """Negative control: with the change in one summand, replaced rows and readouts differ from the stream."""
+
+    def one_summand(target: torch.Tensor, other: torch.Tensor, head: torch.Tensor, tables: Tables) -> None:
+        branch = other.clone()
+        apply_tap(target, other, head, tables)
+        stream = target.float() + other.float()
+        target.copy_(stream - branch.float())
+        other.copy_(branch)
+
+    problems = two_summands.wrong_rows(one_summand, torch.bfloat16, torch.device("cpu"))
+    assert "elements of the replaced row differ" in problems and "the readout of token 1 is off" in problems
 
 
 def test_capture_stores_the_stream_before_and_after_edits() -> None:

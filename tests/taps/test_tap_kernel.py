@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.taps import two_summands
 from tests.taps.infinite import wrong_rows
 from tests.taps.random_tables import compare, compare_fused
 from vllm_steer.taps.reference import apply_tap
@@ -107,6 +108,15 @@ def test_tap_kernel_leaves_infinite_values_unchanged_on_the_gpu(with_other: bool
     from vllm_steer.taps.tap_kernel import launch_tap
 
     assert wrong_rows(launch_tap, with_other, torch.device("cuda")) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tap_kernel_reports_what_the_model_goes_on_with_on_the_gpu(dtype: torch.dtype) -> None:
+    """Catches a compiler that removes the rounding of a value that is read."""
+    from vllm_steer.taps.tap_kernel import launch_tap
+
+    assert two_summands.wrong_rows(launch_tap, dtype, torch.device("cuda")) == ""
 
 
 @pytest.mark.gpu

@@ -2,16 +2,15 @@
 """Compiler pass that fuses two adjacent taps into one launch.
 
 ``post_block`` of a layer and ``pre_attn`` of the next are usually adjacent, but a model may compute something between
-its layers, which only the traced graph shows. Two taps are fused if the second one is the only user of the first one's
-result and both have the same other summand. Eager models are not affected.
+its layers, which only the traced graph shows. Two taps are fused if the second one is the only user of the summands
+that the first one returns. Eager models are not affected.
 
 The pass runs as vLLM's custom Inductor pass (``CompilationConfig.inductor_compile_config``), on a functionalized graph,
-in which a tap returns its edited summand.
+in which a tap returns its edited summands.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from vllm_steer.compat.internals import InductorPass, current_platform
 
-SCHEMA = "tap(Tensor(a!) target, Tensor? other, Tensor head, Tensor? second) -> ()"
+SCHEMA = "tap(Tensor(a!) target, Tensor(b!)? other, Tensor head, Tensor? second) -> ()"
 """Schema of the tap's custom op; ``second`` is the head of the fused second site."""
 _EAGER_INPUTS = "eager_input_vals"
 """Key of a node's metadata with its traced arguments (``torch/fx/experimental/proxy_tensor.py``)."""
@@ -55,28 +54,33 @@ def install_fusion_pass(vllm_config: Any) -> None:
 def fuse_taps(graph: fx.Graph) -> None:
     """Fuse adjacent taps of a functionalized graph, in place."""
     for node in list(graph.nodes):
-        if not _is_single_tap(node) or len(node.users) != 1:
+        if not _is_single_tap(node):
             continue
-        (edited,) = node.users
-        if edited.target is not operator.getitem or len(edited.users) != 1:
+        # Results of the call by index: 1 is the edited target, 2 the other summand.
+        edited = {user.args[1]: user for user in node.users}
+        followers = {follower for summand in edited.values() for follower in summand.users}
+        num_summands = 1 if node.kwargs.get("other") is None else 2
+        if len(edited) != num_summands or len(followers) != 1:
             continue
-        (follower,) = edited.users
+        (follower,) = followers
         if (
             _is_single_tap(follower)
-            and follower.kwargs["target"] is edited
-            and follower.kwargs.get("other") is node.kwargs.get("other")
+            and follower.kwargs["target"] is edited.get(1)
+            and follower.kwargs.get("other") is edited.get(2)
         ):
             follower.kwargs = _fused_arguments(node.kwargs, follower.kwargs)
             if _EAGER_INPUTS in follower.meta:
                 # Inductor lowers the call by its traced arguments; one that is missing there would be dropped.
                 (_, first), (args, second) = node.meta[_EAGER_INPUTS], follower.meta[_EAGER_INPUTS]
                 follower.meta[_EAGER_INPUTS] = (args, _fused_arguments(first, second))
-            graph.erase_node(edited)
+            for summand in edited.values():
+                graph.erase_node(summand)
             graph.erase_node(node)
 
 
 def _fused_arguments(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    return {**second, "target": first["target"], "head": first["head"], "second": second["head"]}
+    summands = {name: first[name] for name in ("target", "other") if name in first}
+    return {**second, **summands, "head": first["head"], "second": second["head"]}
 
 
 def _is_single_tap(node: Any) -> bool:

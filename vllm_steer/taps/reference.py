@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Definition of every instruction in plain torch.
 
-This is what runs on CPU, and the Triton kernel is tested against it. Arithmetic is float32; the change is added to the
-summand and rounded once.
+This is what runs on CPU, and the Triton kernel is tested against it. Arithmetic is float32, and the edited stream is
+rounded once.
 """
 
 from __future__ import annotations
@@ -83,22 +83,24 @@ DEFINITIONS: dict[int, Definition] = {
 
 
 def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
-    """Run one site's instructions on the stream and add the change to ``target`` in place.
+    """Run one site's instructions on the stream in place.
 
     The instructions of a token run in the order of its request. REPLACE_AT takes its vector from the operand of the
     token's position, and SET_AT the number that both bounds of a clamp have; they do nothing where the edit does not
-    cover the position. The summand of a token whose stream was replaced is the new stream less the other summand, so
-    that the row is there exactly. A token without an edit is not written. MEASURE computes the activation that the next
-    FEATURE changes.
+    cover the position. MEASURE computes the activation that the next FEATURE changes.
 
-    CAPTURE stores the current stream in the arena, at
-    ``token_base`` plus the instruction's index, rounded to the arena's dtype. READ records a product of the stream with
-    a vector and GATE multiplies a recorded factor by a condition on a recorded value; both leave the records of
-    replayed tokens unchanged. The strength of an edit is multiplied by the recorded factors that it names.
+    The stream of an edited token is written as a whole: ``target`` becomes the stream, rounded to the model's dtype,
+    and ``other`` becomes zero. A change of ``target`` alone would be rounded again when the model adds the summands, by
+    far more than the edit where ``other`` is large. A token that no edit changes is not written.
+
+    CAPTURE stores the current stream in the arena, at ``token_base`` plus the instruction's index. READ records a
+    product of the stream with a vector and GATE multiplies a recorded factor by a condition on a recorded value; both
+    leave the records of replayed tokens unchanged. CAPTURE and READ use the stream rounded to the model's dtype, which
+    is what the model goes on with. The strength of an edit is multiplied by the recorded factors that it names.
 
     Args:
         target: ``[tokens, hidden]`` in the model's dtype.
-        other: The stream's second summand, None if ``target`` is the whole stream.
+        other: The stream's second summand of the same shape, None if ``target`` is the whole stream.
         head: ``[rows + 1]`` int32, the first instruction of each row at this site, 0 for none. Item 0 is ignored, since
             row 0 has no instructions.
         tables: The rank's device tables.
@@ -108,10 +110,10 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
     touched = current.nonzero().squeeze(1)
     if touched.numel() == 0:
         return
-    before = target[touched].float()
-    stream = before if other is None else before + other[touched].float()
-    start = stream
-    edited, replaced = torch.zeros_like(touched, dtype=torch.bool), torch.zeros_like(touched, dtype=torch.bool)
+    stream = target[touched].float()
+    if other is not None:
+        stream = stream + other[touched].float()
+    edited = torch.zeros_like(touched, dtype=torch.bool)
     measured = torch.zeros(touched.numel(), 1, device=target.device)
     current = current[touched]
     base = tables.token_base[touched]
@@ -144,22 +146,21 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
                 if tables.num_recorded:
                     s = s * _factors(tables, touched[active[of_kind]], record[of_kind, 3])
                 new[of_kind] = definition(x[of_kind], v, s, low, high)
-                edited[active[of_kind]] = True
-                if definition is replace:
-                    replaced[active[of_kind]] = True
+        edited[active] |= ((new != x) & ~(new.isnan() & x.isnan())).any(-1)
+        rounded = x.to(target.dtype).float()
         stored = (record[:, 0] == ops.CAPTURE).nonzero().squeeze(1)
         if stored.numel():
             place = base[active[stored]] + record[stored, 1]
             inside = place < tables.arena.shape[0]
-            tables.arena[place[inside]] = x[stored[inside]].to(tables.arena.dtype)
+            tables.arena[place[inside]] = rounded[stored[inside]].to(tables.arena.dtype)
         if tables.num_recorded:
-            _read_and_gate(tables, x, touched[active], record, numbers)
+            _read_and_gate(tables, rounded, touched[active], record, numbers)
         stream = stream.index_copy(0, active, new)
         current = current.index_copy(0, active, record[:, 2].long())
-    # A token that was only read keeps its bits: of an infinite value, `stream - start` would be NaN.
-    change = before + (stream - start)
-    exact = stream if other is None else stream - other[touched].float()
-    target[touched[edited]] = torch.where(replaced.unsqueeze(1), exact, change)[edited].to(target.dtype)
+    written = touched[edited]
+    target[written] = stream[edited].to(target.dtype)
+    if other is not None:
+        other[written] = 0
 
 
 def _operands(tables: Tables, token: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -184,7 +185,7 @@ def _read_and_gate(
 
     Args:
         tables: The rank's device tables.
-        x: ``[n, hidden]`` float32, the stream.
+        x: ``[n, hidden]`` float32, the rounded stream.
         token: ``[n]`` indices of the tokens.
         record: ``[n, 4]``, the instructions.
         numbers: ``[n, 4]``, their parameters.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tap: the module at a site, and its custom op.
 
-The op is opaque to torch.compile and mutates one summand of the stream. It receives its site as a tensor, a view of the
-tables, instead of a number or name, so all layers of a model trace to the same graph and share compiled code. At run
-time it finds the tables in vLLM's forward context, so compiled code refers to no global state.
+The op is opaque to torch.compile and mutates the summands of the stream. It receives its site as a tensor, a view of
+the tables, instead of a number or name, so all layers of a model trace to the same graph and share compiled code. At
+run time it finds the tables in vLLM's forward context, so compiled code refers to no global state.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Tap(nn.Module):
         """Apply the edits to the stream in place, ahead of the module that consumes it.
 
         Args:
-            target: ``[tokens, hidden]`` in the model's dtype; receives the change.
-            other: The stream's second summand, None if ``target`` is the whole stream.
+            target: ``[tokens, hidden]`` in the model's dtype; becomes the stream of edited tokens.
+            other: The stream's second summand, which becomes zero there; None if ``target`` is the whole stream.
         """
         torch.ops.vllm_steer.tap(target, other, self.head, None)
 

@@ -3,7 +3,7 @@
 
 The kernel has one program per token, which returns early if the token's row has no instructions at the site. One launch
 can serve two adjacent sites, since most of a tap's cost is its launch. Arithmetic is float32, with one rounding when
-the summand is written.
+the stream is written.
 """
 
 from __future__ import annotations
@@ -92,21 +92,20 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     if current == 0:
         return
     place = target + token * target_stride + column
-    before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    x = before
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     if HAS_OTHER:
-        beside = tl.load(other + token * other_stride + column, mask=inside, other=0.0).to(tl.float32)
-        x += beside
-    start = x
-    # 1: the stream was changed; 2: it was replaced, so that the new summand does not depend on the old one.
-    edited = 0
+        beside = other + token * other_stride + column
+        x += tl.load(beside, mask=inside, other=0.0).to(tl.float32)
+    # Whether an edit has changed the stream: other tokens are not written.
+    edited = False
     # Activation of the feature that the next FEATURE sets.
     activation = tl.zeros([], dtype=tl.float32)
     while current != 0:
         if code == _CAPTURE:
             stored = tl.load(token_base + token, eviction_policy=HINT) + which
             if stored < arena_rows:
-                tl.store(arena + stored * hidden + column, x.to(arena.dtype.element_ty), mask=inside)
+                rounded = x.to(target.dtype.element_ty)
+                tl.store(arena + stored * hidden + column, rounded.to(arena.dtype.element_ty), mask=inside)
         elif code == _MEASURE:
             numbers = parameter + current.to(tl.int64) * 4
             activation = tl.sum(x * v, axis=0) + tl.load(numbers + 1, eviction_policy=HINT)
@@ -119,9 +118,11 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             tl.debug_barrier()
             computed = tl.load(replayed + token) == 0
             if code == _READ:
-                score = tl.sum(x * v, axis=0)
+                # What the model goes on with.
+                seen = x.to(target.dtype.element_ty).to(tl.float32)
+                score = tl.sum(seen * v, axis=0)
                 if second_number >= 2.0:
-                    length = tl.sqrt(tl.sum(x * x, axis=0)) * tl.sqrt(tl.sum(v * v, axis=0))
+                    length = tl.sqrt(tl.sum(seen * seen, axis=0)) * tl.sqrt(tl.sum(v * v, axis=0))
                     score = tl.where(length == 0, 0.0, score / length)
                 score += strength
                 score = tl.where((second_number == 1.0) | (second_number == 3.0), tl.sigmoid(score), score)
@@ -149,9 +150,8 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                     v = tl.load(vector + place_of_row + column, mask=inside, other=0.0)
                 if covered:
                     x = tl.where(strength < 0.5, x + strength * (v - x), v - (1.0 - strength) * (v - x))
-                    edited = 2
+                    edited = edited | (strength != 0.0)
             else:
-                covered = True
                 if code == _ADD:
                     amount = strength
                 elif code == _FEATURE:
@@ -165,28 +165,19 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                     elif code == _SET_AT:
                         value = _operand(operand, numbers, token_offset + token, HINT)
                         component = value.to(tl.float32, bitcast=True)
-                        covered = value != _NO_OPERAND
-                        amount = tl.where(covered, strength * (component - along), 0.0)
+                        amount = tl.where(value != _NO_OPERAND, strength * (component - along), 0.0)
                     else:
                         low = tl.load(numbers + 1, eviction_policy=HINT)
                         high = tl.load(numbers + 2, eviction_policy=HINT)
                         amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
                 x += amount * v
-                # A token that is not written keeps an infinite component, of which `x - start` would be NaN.
-                edited = tl.maximum(edited, covered)
+                edited = edited | (amount != 0.0)
         current = following
         if HAS_SECOND:
             if (current == 0) & (later != 0):
                 # The second site reads the rounded output of the first.
-                change = before + (x - start)
-                exact = x - beside if HAS_OTHER else x
-                before = tl.where(edited == 2, exact, change).to(target.dtype.element_ty).to(tl.float32)
-                x = before
-                if HAS_OTHER:
-                    x += beside
-                start = x
-                # `before` differs from the stored summand only if it was edited.
-                edited = tl.minimum(edited, 1)
+                if edited:
+                    x = x.to(target.dtype.element_ty).to(tl.float32)
                 current = later
                 later = 0
                 code, which, following, strength = later_code, later_which, later_following, later_strength
@@ -199,11 +190,11 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             code, which, following, columns, strength, v = _fetch(
                 instruction, parameter, vector, current, hidden, column, HINT
             )
-    if edited != 0:
-        result = before + (x - start)
-        if edited == 2:
-            result = x - beside if HAS_OTHER else x
-        tl.store(place, result.to(target.dtype.element_ty), mask=inside)
+    if edited:
+        # One summand holds the whole stream, so that the model's addition of both rounds nothing.
+        tl.store(place, x.to(target.dtype.element_ty), mask=inside)
+        if HAS_OTHER:
+            tl.store(beside, tl.zeros([BLOCK], other.dtype.element_ty), mask=inside)
 
 
 @cache

@@ -128,8 +128,8 @@ class UserHooks:
 
         Args:
             column: Column of the site.
-            target: ``[tokens, hidden]``, the summand that receives changes.
-            other: The stream's second summand, None if ``target`` is the whole stream.
+            target: ``[tokens, hidden]``, which becomes the stream of changed rows.
+            other: The stream's second summand, which becomes zero there; None if ``target`` is the whole stream.
         """
         for hook in self._hooks.get(column, ()):
             for part in self._batch:
@@ -149,8 +149,9 @@ class UserHooks:
             return
         # Rows that the hook left alone are not written, since their sum was rounded.
         changed = (after != before).any(dim=-1, keepdim=True)
-        summand = after if other is None else (after.float() - other.float()).to(target.dtype)
-        target.copy_(torch.where(changed, summand, target))
+        target.copy_(torch.where(changed, after, target))
+        if other is not None:
+            other.masked_fill_(changed, 0)
 
 
 def _rows_of(returned: Any, view: HookedRows, before: torch.Tensor) -> torch.Tensor:
