@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.bodies import ParsedBody
-from vllm_steer.peers.rhizonymph.fields import FIELDS, MODULE_FIELDS, read_hooks, translate_fields
+from vllm_steer.peers.rhizonymph.fields import CLAMP_FIELDS, FIELDS, MODULE_FIELDS, translate_fields
+from vllm_steer.peers.rhizonymph.packed import read_hooks
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.capabilities import ROUTE as CAPABILITIES
@@ -35,7 +36,7 @@ PATHS: Mapping[tuple[str, str], str] = {
 SETTERS = ("/v1/steering/set", "/v1/steering/modules")
 DYNAMIC = "/v1/steering/dynamic"
 DYNAMIC_PROBLEM = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
-_WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *MODULE_FIELDS))
+_WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *MODULE_FIELDS, *CLAMP_FIELDS))
 RESULTS = "capture_results"
 
 
@@ -77,9 +78,9 @@ def rename_vectors(document: Mapping[str, Any]) -> dict[str, Any]:
             fields[ours] = fields.pop(theirs)
         if ours in fields:
             fields[ours] = read_hooks(fields[ours], ours)
-    if fields.get("clamps") is not None:
-        raise SteeringError("clamps", "is not supported; use steering with kind clamp")
-    fields.pop("clamps", None)
+    for name in CLAMP_FIELDS:
+        if fields.pop(name, None) is not None:
+            raise SteeringError(name, "is not supported; use steering with kind clamp")
     return fields
 
 
