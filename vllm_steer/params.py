@@ -149,6 +149,8 @@ def refuse_unknown_args(extra: Any) -> None:
     vLLM passes keys that it does not know to plugins and otherwise ignores them.
     """
     for name in extra if isinstance(extra, dict) else ():
+        if name == PROGRAM_KEY and not isinstance(extra[name], bytes):
+            raise SteeringError(f"extra_args.{name}", "is a field of vLLM-Hook; use SamplingParams(steering=...)")
         if name in RESERVED_KEYS or not isinstance(name, str):
             continue
         if name in FIELDS:
