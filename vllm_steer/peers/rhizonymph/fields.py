@@ -25,7 +25,7 @@ SERVED = ("patch", "patch_vectors", "steering_name", "capture_wait")
 """Fields of the fork that this project does not have, and that are translated."""
 REFUSED: Mapping[str, str] = {
     **{
-        name: advice
+        name: f"is not supported; {advice}"
         for name, (project, advice) in FIELDS_OF_OTHERS.items()
         if project == PROJECT and name not in SERVED
     },

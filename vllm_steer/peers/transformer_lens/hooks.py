@@ -74,9 +74,13 @@ class ReadOnlyRows(Mapping[str, torch.Tensor]):
 class _WatchedItems(ItemsView[str, torch.Tensor]):
     """Items whose rows are watched while a loop handles them."""
 
+    def __init__(self, rows: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(rows)
+        self._rows = rows
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self._mapping:
-            rows = self._mapping[name]
+        for name in self._rows:
+            rows = self._rows[name]
             with _watched(name, rows):
                 yield name, rows
 

@@ -255,7 +255,7 @@ def _check_sizes(items: Sequence[Any], field: str, max_bytes: int) -> None:
     """Raise SteeringError if vectors are too many or too large, from their shapes, before any is decompressed."""
     size = count = 0
     for i, item in enumerate(items):
-        activations = item.activations if isinstance(item, SteeringVector) else None
+        activations: Any = item.activations if isinstance(item, SteeringVector) else None
         if isinstance(item, Mapping):
             activations = item.get("activations")
         if isinstance(activations, Mapping):
