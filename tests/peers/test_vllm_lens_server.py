@@ -16,7 +16,7 @@ import torch
 from examples.peers import vllm_lens_http
 from tests.peers.adapters import merged
 from tests.peers.conftest import hidden_states, steered_states
-from tests.peers.test_vllm_lens import read_by_their_client
+from tests.peers.test_vllm_lens_tensors import read_by_their_client
 from tests.server.server import MODEL
 from vllm_steer import ServerError
 from vllm_steer.peers.vllm_lens import SteeringVector, VLLMLensClient, decode_activations

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from logging import getLogger
-from pickle import PicklingError
 from typing import Any, NoReturn
 from urllib.parse import quote
 
@@ -57,7 +56,7 @@ class UncachedOutput(ModelOutput):
             "answers of vllm-steer are not cached: they depend on modules, global steering and stored rows, which "
             "the key of the cache lacks; omit cache",
         )
-        raise PicklingError("answers of vllm-steer are not cached")
+        raise TypeError("answers of vllm-steer are not cached")
 
 
 class VllmSteerAPI(VLLMAPI):
