@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from measured import RESULTS
@@ -181,7 +182,7 @@ def transformer_lens() -> list[Refusal]:
 
 def rhizonymph() -> list[Refusal]:
     from vllm_steer.params import compile_fields
-    from vllm_steer.peers.rhizonymph.fields import translate_fields
+    from vllm_steer.peers.rhizonymph.fields import CLAMP_FIELDS, REFUSED, translate_fields
     from vllm_steer.peers.rhizonymph.http import DYNAMIC_PROBLEM, rename_vectors
 
     def given(**fields: Any) -> Callable[[], Any]:
@@ -207,12 +208,16 @@ def rhizonymph() -> list[Refusal]:
         Refusal("`sharpness` with `rest_of_request`", lambda: compile_fields(translate_fields({"steering": [latch]}))),
         Refusal("gates and edits in one list", given(steering=[{"apply": apply}, own])),
         Refusal("`steer: calm`", given(steering=[{"apply": {"kind": "add", "steer": "calm"}}])),
-        Refusal("`source_run`", given(patch_sites=[{**site, "source_run": "a"}])),
-        Refusal("`source_module`", given(patch_sites=[{**site, "source_module": "a"}])),
-        Refusal("`mask` of a patch site", given(patch_sites=[{**site, "mask": [1.0]}])),
-        Refusal("`steering_clamps`", given(steering_clamps={})),
-        Refusal("`clamps` of a module", lambda: rename_vectors({"clamps": {}})),
-        Refusal("`steering_module_ref`", given(steering_module_ref="a")),
+        Refusal("`source_run`", given(patch=[{**site, "source_run": "a"}])),
+        Refusal("`source_module`", given(patch=[{**site, "source_module": "a"}])),
+        Refusal("`mask` of a patch site", given(patch=[{**site, "mask": {"indices": [1]}}])),
+        Refusal("`source_inline` without its row", given(patch=[{**site, "source_inline": 0}])),
+        Refusal(
+            "`steer: {kind: name}`",
+            given(steering=[{"apply": {"kind": "add", "steer": {"kind": "name", "name": "a"}}}]),
+        ),
+        *(Refusal(f"`{name}`", given(**{name: {}})) for name in REFUSED if name != "conversation_id"),
+        *(Refusal(f"`{name}` of a module", partial(rename_vectors, {name: {}})) for name in CLAMP_FIELDS),
         Refusal("`hooks` with `ranges`", given(capture=ranges)),
         Refusal("`capture_wait: false`", given(capture_wait=False)),
         Refusal("`/v1/steering/dynamic`", raise_dynamic),

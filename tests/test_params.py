@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import IDLE_KEY, SamplingParams, compile_fields, set_live_id
+from vllm_steer.params import IDLE_KEY, SamplingParams, compile_fields, refuse_assigned_fields, set_live_id
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,7 @@ def test_other_errors_stay_as_they_are():
         ("steer_vectors", "did you mean steering_vectors"),
         ("output_residual_stream", "vllm-lens.*capture"),
         ("nnsight_mediator", "nnsight"),
+        ("steer", "vLLM-Hook.*steering=..."),
     ],
 )
 def test_mistakes_in_extra_args(name, words):
@@ -49,6 +51,15 @@ def test_mistakes_in_extra_args(name, words):
     with pytest.raises(SteeringError, match=words) as caught:
         SamplingParams(max_tokens=1, extra_args={name: {"post_block": {}}})
     assert caught.value.field == f"extra_args.{name}"
+
+
+def test_fields_of_peers_that_are_assigned():
+    """Catches ``params.patch = [...]``, as scripts of RhizoNymph/vllm do, which nothing reads."""
+    params = VllmSamplingParams()
+    params.patch = [{}]
+    with pytest.raises(SteeringError, match="patch: is a field of RhizoNymph/vllm"):
+        refuse_assigned_fields(params)
+    refuse_assigned_fields(VllmSamplingParams())
 
 
 def test_other_extra_args_pass():

@@ -39,7 +39,7 @@ from vllm_steer.spec.fields import parse_fields_with_paths
 from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.references import MODULES_FIELD
 from vllm_steer.spec.scalars import did_you_mean
-from vllm_steer.spec.unknown_fields import problem_of
+from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of
 
 if TYPE_CHECKING:
     from vllm_steer.spec import Edit
@@ -153,6 +153,8 @@ def refuse_unknown_args(extra: Any) -> None:
     vLLM passes keys that it does not know to plugins and otherwise ignores them.
     """
     for name in extra if isinstance(extra, dict) else ():
+        if name == PROGRAM_KEY and not isinstance(extra[name], bytes):
+            raise SteeringError(f"extra_args.{name}", "is a field of vLLM-Hook; use SamplingParams(steering=...)")
         if name in RESERVED_KEYS or not isinstance(name, str):
             continue
         if name in FIELDS:
@@ -164,7 +166,7 @@ def refuse_unknown_args(extra: Any) -> None:
 
 
 def refuse_assigned_fields(params: Any) -> None:
-    """Raise SteeringError if a field of this package was assigned to sampling parameters after they were made.
+    """Raise SteeringError if a field of this package or of a peer was assigned to sampling parameters.
 
     vLLM's class accepts attributes of any name, and nothing reads these.
     """
@@ -174,6 +176,8 @@ def refuse_assigned_fields(params: Any) -> None:
             raise SteeringError(
                 name, f"was assigned to sampling parameters, where it has no effect; use SamplingParams({field}=...)"
             )
+        if name in FIELDS_OF_OTHERS:
+            raise SteeringError(name, str(problem_of(name)))
 
 
 def program_bytes(params: Any) -> bytes | None:

@@ -4,6 +4,7 @@
 .venv/bin/python examples/peers/rhizonymph.py [MODEL]
 """
 
+import base64
 import sys
 from typing import Any
 
@@ -31,12 +32,13 @@ def run(engine: Any) -> dict[str, Any]:
             "strength": 8.0,
         },
     }
-    site = {"layer": 1, "hook": "post_block", "dest_position": 2, "source_inline": "row", "alpha": 1.0}
+    site = {"layer": 1, "hook": "post_block", "dest_position": 2, "source_inline": 0, "alpha": 1.0}
+    table = {"dtype": "float32", "shape": [1, hidden], "data": base64.b64encode(vector.tobytes()).decode()}
     settings = {"max_tokens": 8, "temperature": 0.0}
     params = [
         SamplingParams(**settings),
         SamplingParams(**settings, steering=[gate]),
-        SamplingParams(**settings, patch_sites=[site], patch_vectors={"row": vector.tolist()}),
+        SamplingParams(**settings, patch=[site], patch_vectors=table),
     ]
     plain, gated, patched = (output.outputs[0] for output in llm.generate([prompt] * 3, params, use_tqdm=False))
     return {

@@ -44,8 +44,8 @@ async def post(middlewares: list[Any], members: str) -> httpx.Response:
             '"steering": [1], "steering": [2], "extra_args": {"skip_reading_prefix_cache": true}',
             VllmLensMiddleware, "steering",
         ),
-        (f'"patch_sites": [{SITE}], "patch_sites": []', RhizonymphMiddleware, "patch_sites"),
-        (f'"temperature": 0, "temperature": 1, "patch_sites": [{SITE}]', RhizonymphMiddleware, "temperature"),
+        (f'"patch": [{SITE}], "patch": []', RhizonymphMiddleware, "patch"),
+        (f'"temperature": 0, "temperature": 1, "patch": [{SITE}]', RhizonymphMiddleware, "temperature"),
         ('"capture_wait": true, "capture_wait": true', RhizonymphMiddleware, "capture_wait"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import runpy
@@ -228,6 +229,27 @@ async def test_samples_and_streams(url: str) -> None:
     assert first["activations"]["post_attn.2"].reference["path"] is None
     plain = await model(url).generate("one", config=GenerateConfig(max_tokens=2))
     assert plain.metadata is None
+
+
+async def test_no_answer_comes_from_the_cache(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a cached answer of other global steering or an older module, and one that refers to rows elsewhere."""
+    body = {"extra_args": {"output_residual_stream": [LAYER]}}
+    config = GenerateConfig(max_tokens=3, temperature=0, extra_body=body)
+    found = []
+    with Client(url) as client:
+        for i, rows in enumerate((ROW, WEIGHT)):
+            client.register("cached", base={"post_block": {LAYER: (4.0 * rows).tolist()}})
+            steered = config.model_copy(update={"extra_body": {**body, "steering_modules": ["cached"]}})
+            for each in (config, steered):
+                folder = tmp_path / f"{i}-{len(found)}"
+                output = await model(url, activations_dir=str(folder)).generate("one", config=each, cache=True)
+                found.append(output.metadata["activations"]["residual_stream"])
+                assert Path(found[-1].reference["path"]).is_relative_to(folder)
+                assert copy.deepcopy(output).completion == output.completion
+            client.set(base={"post_block": {LAYER: ROW.tolist()}})
+        client.clear()
+    assert len({tuple(each.flatten().tolist()) for each in found}) == 4
+    assert "not cached" in caplog.text
 
 
 @pytest.mark.parametrize(

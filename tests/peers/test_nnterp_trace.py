@@ -90,6 +90,16 @@ def test_rows_of_other_tokens_of_the_site_are_refused(
         write(model)
 
 
+def test_assigned_sites_are_refused(model: StandardizedTransformer) -> None:
+    """Catches ``model.layers_output = rows`` and ``rows.output = value``, which nothing reads."""
+    with pytest.raises(SteeringError, match=r"layers_output: cannot be assigned; write layers_output\[layer\]"):
+        model.layers_output = torch.zeros(1)
+    with pytest.raises(SteeringError, match="lm_head: is not a hook point; use project_on_vocab"):
+        model.lm_head = torch.zeros(1)
+    with pytest.raises(SteeringError, match=r"output of rows cannot be assigned"), model.trace(TOKENS):
+        model.layers_output[1].output = torch.zeros(1)
+
+
 def test_rows_are_written_once(model: StandardizedTransformer) -> None:
     """Catches ``rows += vector``, which assigns the rows to themselves, as a second write or a refusal."""
     with model.trace(TOKENS) as tracer:

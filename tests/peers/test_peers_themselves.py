@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.peers.test_transformer_lens import in_hf
+from vllm_steer import SteeringError
 from vllm_steer.peers import nnterp as ours
 from vllm_steer.peers.transformer_lens import SteeringDriver
 
@@ -66,6 +67,22 @@ def test_the_bridge_of_transformer_lens(bridge: Any, hf: Any) -> None:
     ((name, rows),) = seen
     assert name == NAME
     torch.testing.assert_close(rows, bridge.run_with_cache(tokens)[1][NAME], atol=1e-3, rtol=1e-3)
+
+
+def test_patching_of_transformer_lens_is_refused(bridge: Any) -> None:
+    """Catches the grid of ``patching`` in which nothing is patched, returned as if it were."""
+    pandas = pytest.importorskip("pandas")
+    from transformer_lens import patching
+
+    clean, corrupted = torch.tensor([[5, 9, 17, 33]]), torch.tensor([[5, 9, 60, 33]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, cache = bridge.run_with_cache(clean, names_filter=NAME)
+        with pytest.raises(SteeringError, match="PatchingStudy"):
+            patching.generic_activation_patch(
+                bridge, corrupted, cache, lambda logits: logits[0, -1, 3], patching.layer_pos_patch_setter,
+                "resid_post", index_df=pandas.DataFrame([{"layer": 1, "pos": 2}]),
+            )  # fmt: skip
 
 
 def test_nnterp(engine: Any, model_path: Path) -> None:

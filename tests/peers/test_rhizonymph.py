@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.docs.runner import offline_blocks
 from tests.peers.conftest import hidden_states
 from vllm_steer import CaptureSpec, SteeringError, open_captures
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
-from vllm_steer.params import compile_fields
+from vllm_steer.params import FIELDS, compile_fields
 from vllm_steer.peers.rhizonymph import LLM, FilesystemCaptureRequest, SamplingParams, translate_fields
 from vllm_steer.peers.rhizonymph.http import RhizonymphMiddleware
 
@@ -34,6 +35,85 @@ PACKED = {
     "dtype": "float32", "shape": [2, 2], "layer_indices": [3, 1], "scales": [1.0, 0.5],
     "data": base64.b64encode(np.array([[1, 2], [3, 4]], "<f4").tobytes()).decode(),
 }  # fmt: skip
+TABLE = {name: PACKED[name] for name in ("dtype", "shape", "data")}
+
+
+def inline(**packed: Any) -> dict[str, Any]:
+    """Return a source of the fork with vectors."""
+    return {"kind": "inline", "packed": packed}
+
+
+TWO = inline(post_block={name: each for name, each in PACKED.items() if name != "scales"})
+
+
+def packed(layer: int, row: Any) -> dict[str, Any]:
+    """Return one vector as the fork's clients send it."""
+    data = base64.b64encode(np.asarray(row, "<f4").tobytes()).decode()
+    return {"dtype": "float32", "shape": [1, len(row)], "layer_indices": [layer], "data": data}
+
+
+def floats(vector: Any) -> list[float]:
+    """Return the numbers of a packed vector."""
+    return list(np.frombuffer(base64.b64decode(vector["data"]), "<f4"))
+
+
+def test_inline_sources_and_the_default_sharpness() -> None:
+    """Catches the fork's own form of sources refused, rows of another layer, and a hard gate where its gate is soft."""
+    gate = {
+        "when": {"kind": "probe", "probe": inline(pre_attn=packed(0, [5, 6])), "threshold": 0.5},
+        "apply": {"kind": "add", "steer": TWO, "strength": 2.0},
+    }
+    fields = translate_fields({"steering": [{**gate, "scope": "this_token"}, {**gate, "scope": "rest_of_request"}]})
+    first, second, latched, _ = fields["steering"]
+    assert [(each["layers"], floats(each["vector"])) for each in (first, second)] == [(3, [1, 2]), (1, [3, 4])]
+    assert first["when"] == {"readout": "rhizonymph_gate_0", "above": 0.5, "window": "token", "sharpness": 1.0}
+    assert "sharpness" not in latched["when"]
+    readout = fields["readouts"]["rhizonymph_gate_0"]
+    assert (readout["point"], readout["layer"], floats(readout["probe"])) == ("pre_attn", 0, [5, 6])
+    compile_fields(fields)
+    scaled = {"apply": {"kind": "add", "steer": inline(post_block=PACKED)}}
+    with pytest.raises(SteeringError, match=r"apply\.steer\.packed\.post_block\.scales: are not supported"):
+        translate_fields({"steering": [scaled]})
+
+
+ODD = [None, True, 0, 1.5, "x", "", [], [1], [[]], {}, {"kind": []}, {"a": 1}, "\ud800"]
+BODY: dict[str, Any] = {
+    "steering": [GATE, {"apply": {"kind": "add", "steer": inline(post_block=packed(1, [1, 2]))}}],
+    "readouts": {},
+    "patch": [{**SITE, "source_inline": 0}],
+    "patch_vectors": TABLE,
+    "steering_vectors": {"post_block": PACKED},
+    "steering_name": "calm",
+    "capture_wait": True,
+    "capture": {"memory": {"hooks": {"post_block": {"layers": [1]}}, "request_id": "a"}},
+}
+
+
+def changes_of(value: Any) -> Iterator[Any]:
+    """Yield copies of a value with an odd value in the place of one of its parts."""
+    yield from ODD
+    if isinstance(value, dict):
+        for key in value:
+            yield {name: each for name, each in value.items() if name != key}
+            for changed in changes_of(value[key]):
+                yield {**value, key: changed}
+    elif isinstance(value, list):
+        for i in range(len(value)):
+            for changed in changes_of(value[i]):
+                yield [*value[:i], changed, *value[i + 1 :]]
+
+
+def test_odd_values_end_in_errors_with_a_field() -> None:
+    """Catches a TypeError, which a server answers with 500 or without the field, for a value of another type."""
+    compile_fields(translate_fields(BODY))
+    refused = 0
+    for body in changes_of(BODY):
+        if isinstance(body, dict):
+            try:
+                compile_fields({name: each for name, each in translate_fields(body).items() if name in FIELDS})
+            except SteeringError as error:
+                refused += bool(error.field)
+    assert refused > 500
 
 
 def test_gates_become_edits_with_conditions() -> None:
@@ -56,8 +136,8 @@ def test_other_fields_are_translated() -> None:
     fields = translate_fields(
         {
             "steering": [own],
-            "patch_sites": [{**SITE, "alpha": 0.25}, {**SITE, "source_inline": "row"}],
-            "patch_vectors": {"row": [5.0, 6.0]},
+            "patch": [{**SITE, "alpha": 0.25}, {**SITE, "source_inline": 1}],
+            "patch_vectors": TABLE,
             "decode_steering_vectors": {"post_block": PACKED, "pre_attn": {"2": [1.0, 1.0]}},
             "steering_name": "calm",
             "capture_wait": True,
@@ -70,10 +150,11 @@ def test_other_fields_are_translated() -> None:
     )
     first, second, third = fields["steering"]
     assert first is own
-    assert (second["kind"], second["strength"], second["tokens"], third["vector"]) == ("replace", 0.25, [2], [5.0, 6.0])
+    assert (second["kind"], second["strength"], second["tokens"]) == ("replace", 0.25, [2])
+    assert floats(third["vector"]) == [3, 4]
     vectors = fields["decode_steering_vectors"]
     assert {layer: each["scale"] for layer, each in vectors["post_block"].items()} == {"3": 1.0, "1": 0.5}
-    assert np.frombuffer(base64.b64decode(vectors["post_block"]["1"]["vector"]["data"]), "<f4").tolist() == [3, 4]
+    assert floats(vectors["post_block"]["1"]["vector"]) == [3, 4]
     assert fields["steering_modules"] == ["calm"]
     assert fields["capture"]["filesystem"] == {"hooks": {"post_block": [1]}, "tag": "a", "layout": "packed"}
     assert set(fields) == {"steering", "decode_steering_vectors", "steering_modules", "capture", "temperature"}
@@ -91,12 +172,22 @@ def test_other_fields_are_translated() -> None:
         ({"steering": [{**GATE, "when": {"kind": "always", "threshold": 1.0}}]}, "steering[0].when"),
         ({"steering": [{"apply": {**GATE["apply"], "low": 1.0}}]}, "steering[0].apply.low"),
         ({"steering": [{"apply": {"kind": "add", "steer": "calm"}}]}, "steering[0].apply.steer"),
-        ({"patch_sites": [{**SITE, "source_run": "a"}]}, "patch_sites[0].source_run"),
-        ({"patch_sites": [{**SITE, "source_module": "a"}]}, "patch_sites[0].source_module"),
-        ({"patch_sites": [{**SITE, "mask": [1.0, 0.0]}]}, "patch_sites[0].mask"),
-        ({"patch_sites": [{**SITE, "source_inline": "row"}]}, "patch_sites[0].source_inline"),
-        ({"patch_sites": [{**SITE, "dest_position": [1]}]}, "patch_sites[0].dest_position"),
+        ({"patch": [{**SITE, "source_run": "a"}]}, "patch[0].source_run"),
+        ({"patch": [{**SITE, "source_module": "a"}]}, "patch[0].source_module"),
+        ({"patch": [{**SITE, "mask": {"indices": [1]}}]}, "patch[0].mask"),
+        ({"patch": [{**SITE, "source_inline": 0}]}, "patch[0].source_inline"),
+        ({"patch": [{**SITE, "dest_position": [1]}]}, "patch[0].dest_position"),
         ({"patch_vectors": {}}, "patch_vectors"),
+        ({"patch": [{**SITE, "source_inline": 2}], "patch_vectors": TABLE}, "patch[0].source_inline"),
+        ({"patch": [SITE] * 5000}, "patch"),
+        ({"patch": [SITE], "steering": 5}, "steering"),
+        ({"steering": [GATE], "readouts": [1]}, "readouts"),
+        ({"steering": [{"apply": {"kind": "add", "steer": TWO}}] * 2049}, "steering[2048]"),
+        ({"steering": [{**GATE, "when": {"kind": "probe", "probe": TWO}}]}, "steering[0].when.probe"),
+        ({"steering": [{"apply": {"kind": "add", "steer": {"kind": "name", "name": "x"}}}]}, "steering[0].apply.steer"),
+        ({"steering_vectors": dict.fromkeys(map(str, range(2049)), PACKED)}, "steering_vectors"),
+        ({"prefill_steering_clamps": {}}, "prefill_steering_clamps"),
+        ({"sae_clamp_specs": []}, "sae_clamp_specs"),
         ({"steering_vectors": {"post_block": {**PACKED, "scales": [1.0]}}}, "steering_vectors.post_block.scales"),
         (
             {"steering_vectors": {"pre_attn": {**PACKED, "layer_indices": [1, 1]}}},
@@ -146,21 +237,21 @@ def test_gates_and_patches_act_as_in_transformers(engine: Any, hf: Any) -> None:
     prompts = ["one", "two and three", "a long prompt about nothing"]
     tokens = [list(engine.get_tokenizer().encode(each)) for each in prompts]
     gate = {
-        "when": {"kind": "probe", "probe": {**PROBE, "vector": probe.tolist()}, "threshold": 0.0},
+        "when": {"kind": "probe", "probe": inline(post_block=packed(1, probe)), "threshold": 0.0},
         "scope": "this_token",
-        "apply": {"kind": "add", "steer": {**PROBE, "layer": 2, "vector": vector.tolist()}, "strength": 2.0},
+        "apply": {"kind": "add", "steer": inline(post_block=packed(2, vector)), "strength": 2.0},
     }  # fmt: skip
     site = {**SITE, "dest_position": 0, "source_inline": vector.tolist()}
     fields: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 5}
     gated = [SamplingParams(**fields, steering=[gate]) for _ in prompts]
-    patched = [SamplingParams(**fields, patch_sites=[site]) for _ in prompts]
+    patched = [SamplingParams(**fields, patch=[site]) for _ in prompts]
     outputs = engine.generate([{"prompt_token_ids": each} for each in tokens * 2], gated + patched, use_tqdm=False)
     opened = 0.0
     for output in outputs[:3]:
         count = len(output.prompt_token_ids)
         whole = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
-        fires = hidden_states(hf, whole)[2] @ torch.from_numpy(probe) > 0
-        fires[:count] = False
+        fires = torch.sigmoid(hidden_states(hf, whole)[2] @ torch.from_numpy(probe))
+        fires[:count] = 0.0
         opened += float(fires.sum()) / len(fires)
 
         def push(module: Any, args: Any, out: Any, fires: torch.Tensor = fires) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.peers.conftest import hidden_states, steered_states
+from tests.peers.test_rhizonymph import inline, packed
 from tests.server.server import MODEL
 from vllm_steer import open_captures
 from vllm_steer.client.responses import parse_completion
@@ -39,24 +40,22 @@ def forwarded(document: Any) -> tuple[int, list[int]]:
 def test_gates_patches_and_vectors_act_as_in_hf(url: str, hf: Any) -> None:
     """Catches a gate that lags or is always open, a patch at another token, and results that are not at the top."""
     probe, vector, row = ROWS
-    source = {"hook": "post_block", "layer": 1, "vector": probe.tolist()}
     gate = {
-        "when": {"kind": "probe", "probe": source, "threshold": 0.0},
+        "when": {"kind": "probe", "probe": inline(post_block=packed(1, probe)), "threshold": 0.0},
         "scope": "this_token",
-        "apply": {"kind": "add", "steer": {**source, "layer": 2, "vector": vector.tolist()}, "strength": 2.0},
+        "apply": {"kind": "add", "steer": inline(post_block=packed(2, vector)), "strength": 2.0},
     }
-    site = {"layer": 2, "hook": "post_block", "dest_position": 40, "source_inline": "row"}
-    document = post(
-        url, steering=[gate], patch_sites=[site], patch_vectors={"row": row.tolist()}, capture=CAPTURE
-    )  # fmt: skip
+    site = {"layer": 2, "hook": "post_block", "dest_position": 40, "source_inline": 0}
+    table = {name: value for name, value in packed(2, row).items() if name != "layer_indices"}
+    document = post(url, steering=[gate], patch=[site], patch_vectors=table, capture=CAPTURE)
     assert document["capture_results"] == document["choices"][0]["capture_results"]
     rows = parse_completion(document).choices[0].captures["memory"].tensor("post_block", 2)
     count, tokens = forwarded(document)
     states = hidden_states(hf, tokens)
     # The last layer's input is the output of layer 2, where both edits are, so layers 0 to 2 see plain rows.
-    fires = states[2] @ probe > 0
-    fires[:count] = False
-    assert 0 < int(fires[count:].sum()) < len(tokens) - count
+    fires = torch.sigmoid(states[2] @ probe)
+    fires[:count] = 0.0
+    assert 0.01 < float(fires[count:].mean()) < 0.99
     expected = states[3] + 2.0 * fires[:, None] * vector
     expected[40] = row
     torch.testing.assert_close(rows, expected, **TOLERANCE)
@@ -86,7 +85,12 @@ def test_modules_and_files(url: str, hf: Any, consumer_root: Path) -> None:
     [
         ({"conversation_id": "a"}, "conversation_id"),
         ({"steering": [{"scope": "rest_of_conversation", "apply": APPLY}]}, "steering[0].scope"),
-        ({"patch_sites": [{"layer": 1, "source_run": "a"}]}, "patch_sites[0].source_run"),
+        ({"patch": [{"layer": 1, "source_run": "a"}]}, "patch[0].source_run"),
+        (
+            {"patch": [{"layer": 1, "hook": "post_block", "dest_position": 0, "source_inline": 0}]},
+            "patch[0].source_inline",
+        ),
+        ({"steering": 5, "patch": []}, "steering"),
         ({"steering_clamps": {}}, "steering_clamps"),
     ],
 )

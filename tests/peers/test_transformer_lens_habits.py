@@ -17,6 +17,7 @@ from vllm_steer import HookedRows, SteeringError
 from vllm_steer.config import SteeringConfig
 from vllm_steer.peers.transformer_lens import ActivationCache, HookedTransformer, SteeringDriver
 from vllm_steer.peers.transformer_lens import model as lens_model
+from vllm_steer.peers.transformer_lens.hooks import ReadOnlyRows
 
 HIDDEN, LAYERS, VOCAB = 4, 2, 16
 NAME = "blocks.1.hook_resid_post"
@@ -101,6 +102,60 @@ def test_functions_get_the_hook_by_name(model: HookedTransformer, function: Any,
     """Catches a hook passed by position only, which fails for functions whose other arguments come from ``partial``."""
     model.run_with_hooks(PROMPTS, return_type=None, fwd_hooks=[(NAME, function)])
     assert [int((rows == 0).all(-1).sum()) for rows in model.llm.seen] == [zeros] * 2
+
+
+class HookPoint(torch.nn.Module):
+    """A module of a hook, which returns its rows, as TransformerLens has them."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+def replay(rows: torch.Tensor, *functions: Any) -> HookPoint:
+    """Call functions at a hook as a ``RemoteBridge`` does, which ignores what they return."""
+    point = HookPoint()
+    for function in functions:
+        point.register_forward_hook(lambda module, args, output, function=function: function(output, hook=module))
+    for name, captured in ReadOnlyRows({"blocks.1.hook_resid_post": rows}).items():
+        assert name == "blocks.1.hook_resid_post"
+        HookPoint()(captured + 1)
+        point(captured)
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    return point
+
+
+def patch_one(rows: torch.Tensor, hook: Any) -> torch.Tensor:
+    """Write one token in place and return the rows, as the setters of TransformerLens' ``patching`` do."""
+    rows[:, 1] = 7.0
+    return rows
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        patch_one,
+        lambda rows, hook: rows + 1,
+        lambda rows, hook: torch.zeros_like(rows),
+        lambda rows, hook: rows.mul_(2).sum() and None,
+        lambda rows, hook: rows[:1],
+    ],
+)
+def test_writes_at_hooks_of_a_bridge_are_refused(function: Any) -> None:
+    """Catches the grid of ``patching`` in which nothing is patched, since the bridge ignores what functions return."""
+    with pytest.raises(SteeringError, match=r"fwd_hooks\.blocks\.1\.hook_resid_post: .*intervene=.*PatchingStudy"):
+        replay(torch.ones(2, 4, 8), function)
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_functions_that_read_at_hooks_of_a_bridge_run() -> None:
+    """Catches a refusal of functions that only read, and a check that stays at the hook."""
+    seen: list[float] = []
+    rows = torch.ones(2, 4, 8)
+    point = replay(rows, lambda rows, hook: seen.append(float(rows.sum())), lambda rows, hook: rows.clone())
+    assert seen == [64.0]
+    assert len(point._forward_hooks) == 2
+    cached = ReadOnlyRows({"a": rows, "b": rows})
+    assert (dict(cached), len(cached), cached["a"] is rows) == ({"a": rows, "b": rows}, 2, True)
 
 
 def test_rows_of_several_prompts_are_refused(model: HookedTransformer) -> None:

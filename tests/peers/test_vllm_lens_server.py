@@ -16,6 +16,7 @@ import torch
 from examples.peers import vllm_lens_http
 from tests.peers.adapters import merged
 from tests.peers.conftest import hidden_states, steered_states
+from tests.peers.test_vllm_lens_tensors import read_by_their_client
 from tests.server.server import MODEL
 from vllm_steer import ServerError
 from vllm_steer.peers.vllm_lens import SteeringVector, VLLMLensClient, decode_activations
@@ -88,6 +89,7 @@ def test_binary_transport(http: httpx.Client, client: VLLMLensClient) -> None:
     assert headers == {"Dtype": "float32", "Shape": json.dumps(list(inline.shape)), "Compression": "zstd"}
     raw = decompress(response.content, inline.nbytes, "activations")
     assert torch.equal(torch.frombuffer(bytearray(raw), dtype=torch.float32).reshape(inline.shape), inline)
+    assert torch.equal(read_by_their_client(answer["activations"]["residual_stream"], response.content), inline)
     assert torch.equal(client.generate(PROMPT, 3, capture_layers=True).activations["residual_stream"], inline)
     small = client.generate("one", 1, capture_layers=[1]).activations["residual_stream"]
     assert small.shape == (1, 3, 64)
@@ -95,7 +97,7 @@ def test_binary_transport(http: httpx.Client, client: VLLMLensClient) -> None:
     assert missing.status_code == 404
 
 
-@pytest.mark.parametrize("transport", ["json", "binary"])
+@pytest.mark.parametrize("transport", ["base64", "binary"])
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_streams_end_with_activations(http: httpx.Client, client: VLLMLensClient, route: str, transport: str) -> None:
     """Catches streams that lose their activations, and events that wait for the end of the stream."""
@@ -113,7 +115,7 @@ def test_streams_end_with_activations(http: httpx.Client, client: VLLMLensClient
     found = last["activations"]["residual_stream"]
     stream = client.fetch(found["handle"]) if transport == "binary" else decode_activations(last["activations"])
     stream = stream if isinstance(stream, torch.Tensor) else stream["residual_stream"]
-    body["extra_args"]["activations_transport"] = "json"
+    body["extra_args"]["activations_transport"] = "base64"
     whole = http.post(route, json=body).json()
     assert torch.equal(stream, decode_activations(whole["activations"])["residual_stream"])
 

@@ -10,6 +10,8 @@ import vllm.entrypoints
 from pydantic import BaseModel
 from vllm.sampling_params import SamplingParams
 
+from vllm_steer.peers.rhizonymph.fields import FIELDS as FORK_FIELDS
+from vllm_steer.peers.vllm_lens.keys import KEYS
 from vllm_steer.spec.request_fields import RequestForm
 from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of
 
@@ -193,6 +195,42 @@ def test_fields_of_vendors_pass() -> None:
 def test_misspelt_names(name: str, meant: str) -> None:
     """Catches a misspelt field that is ignored, and a suggestion of another field."""
     assert f"did you mean {meant}?" in str(problem_of(name))
+
+
+OF_PEERS = {
+    "RhizoNymph/vllm": [
+        "capture", "capture_wait", "patch", "patch_vectors", "steering_vectors", "prefill_steering_vectors",
+        "decode_steering_vectors", "steering_clamps", "prefill_steering_clamps", "decode_steering_clamps",
+        "steering_name", "steering", "steering_module_ref", "sae_clamp_specs", "sae_full_reconstruction_specs",
+    ],
+    "vllm-lens": [
+        "output_residual_stream", "output_qk", "apply_steering_vectors", "apply_hooks", "activations_transport",
+    ],
+    "EasySteer": ["steering", "steer_vector_request"],
+    "vLLM-Hook": ["output_hidden_states", "output_qk", "steer", "highlighter_mode", "spotlight"],
+    "nnsight": ["nnsight_mediator", "nnsight_edits"],
+    "interp-engine": ["steering_spec", "lens_intervention", "steer_generated"],
+    "TransformerLens": ["capture", "intervene", "interventions"],
+}  # fmt: skip
+"""Request fields in the newest sources of the peers, except those without effect on an answer.
+
+``conversation_id`` of RhizoNymph/vllm names state that no request here has, and other vendors have a field of that
+name. ``skip_reading_prefix_cache`` of vllm-lens does not change an answer.
+"""
+
+
+@pytest.mark.parametrize(
+    ("project", "name"), [(project, name) for project, names in OF_PEERS.items() for name in names]
+)
+def test_each_field_of_a_peer_is_read_or_refused(project: str, name: str) -> None:
+    """Catches a field of a peer that is answered with 200 and without effect, as `patch` was."""
+    assert name in RequestForm.__struct_fields__ or problem_of(name) is not None
+
+
+def test_the_interfaces_of_peers_read_all_their_fields() -> None:
+    """Catches a field that an interface of a peer neither serves nor refuses by its own name."""
+    assert {*OF_PEERS["RhizoNymph/vllm"], "conversation_id"} <= set(FORK_FIELDS)
+    assert set(OF_PEERS["vllm-lens"]) <= set(KEYS)
 
 
 @pytest.mark.parametrize("name", FIELDS_OF_OTHERS)

@@ -33,20 +33,33 @@ FIELDS_OF_OTHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "steering_name": ("RhizoNymph/vllm", "use steering_modules"),
         "steering_module_ref": ("RhizoNymph/vllm", "use steering_modules"),
         "steering_clamps": ("RhizoNymph/vllm", "use steering with kind clamp"),
+        "prefill_steering_clamps": ("RhizoNymph/vllm", "use steering with kind clamp and tokens 'prompt'"),
+        "decode_steering_clamps": ("RhizoNymph/vllm", "use steering with kind clamp and tokens 'generated'"),
+        "sae_clamp_specs": ("RhizoNymph/vllm", "use steering with kind feature"),
+        "sae_full_reconstruction_specs": ("RhizoNymph/vllm", "reconstructions cannot replace rows"),
         "prefill_vectors": ("RhizoNymph/vllm", "use prefill_steering_vectors"),
         "decode_vectors": ("RhizoNymph/vllm", "use decode_steering_vectors"),
-        "patch_sites": ("RhizoNymph/vllm", "use steering with kind replace"),
+        "patch": ("RhizoNymph/vllm", "use steering with kind replace"),
         "patch_vectors": ("RhizoNymph/vllm", "use steering with kind replace"),
         "steer_vector": ("EasySteer", "use steering_vectors"),
         "steer_vector_request": ("EasySteer", "use steering_vectors"),
+        "output_hidden_states": ("vLLM-Hook", "use capture with hooks at post_block"),
+        "highlighter_mode": ("vLLM-Hook", "gradients cannot be computed"),
+        "spotlight": ("vLLM-Hook", "attention scores cannot be changed"),
         "nnsight_mediator": ("nnsight", "code in requests is not run; use steering and capture"),
         "nnsight_edits": ("nnsight", "code in requests is not run; use steering"),
         "steer_generated": ("interp-engine", "use tokens='prompt' in the edit to leave out generated tokens"),
+        "lens_intervention": ("interp-engine", "use steering"),
+        "intervene": ("TransformerLens", "use steering"),
+        "interventions": ("TransformerLens", "use steering"),
         "control_vector": ("llama.cpp", "use steering_vectors"),
         "control_vectors": ("llama.cpp", "use steering_vectors"),
     }
 )
-"""Request fields of other projects: the project, and what to use instead."""
+"""Request fields of other projects: the project, and what to use instead.
+
+The interfaces in ``vllm_steer/peers`` serve some of them; requests that do not pass through one are refused.
+"""
 
 _CAPTURE_WORDS = frozenset(
     [

@@ -106,6 +106,21 @@ def test_null_counts_as_absent(name: str, context: RequestContext) -> None:
     assert not has_steering(apply_to_params(request, SamplingParams()))
 
 
+@pytest.mark.parametrize(
+    ("of", "inside", "field"),
+    [
+        (ResponsesRequest, {"metadata": {"steering": '[{"kind": "add"}]'}}, "metadata.steering"),
+        (ChatCompletionRequest, {"chat_template_kwargs": {"steering": [{}]}}, "chat_template_kwargs.steering"),
+    ],
+)
+def test_refuses_fields_in_objects_of_vllm(of: Any, inside: Any, field: str, context: RequestContext) -> None:
+    """Catches the unsteered answer to a field in an object of the request class, whose unknown keys have no effect."""
+    with pytest.raises(RequestRefused) as refused:
+        apply_to_params(request_with(of, **inside), SamplingParams())
+    assert refused.value.parameter == field
+    apply_to_params(request_with(of, **{name: {"steering": "off"} for name in inside}), SamplingParams())
+
+
 @classes
 @pytest.mark.parametrize(
     "name",

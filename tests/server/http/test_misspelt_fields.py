@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -41,6 +42,54 @@ async def test_refuses_misspelt_fields_where_none_can_be_steered(
     error = refusal(await client.post(route, json={"model": "m", name: {"a": 1}}))
     assert error["param"] == name
     assert words in error["message"] and f"{route} cannot steer" in error["message"]
+
+
+EDITS = [{"kind": "add", "point": "post_block", "layers": 1, "vector": [1.0]}]
+
+
+@pytest.mark.parametrize(
+    ("inside", "field"),
+    [
+        ({"metadata": {"steering": EDITS}}, "metadata.steering"),
+        ({"metadata": {"steering": json.dumps(EDITS)}}, "metadata.steering"),
+        ({"options": {"steering_modules": ["calm"]}}, "options.steering_modules"),
+        ({"parameters": {"capture": {"memory": {}}}}, "parameters.capture"),
+        ({"nvext": {"readouts": {"r": {}}}}, "nvext.readouts"),
+        ({"nvext": {"apply_steering_vectors": []}}, "nvext.apply_steering_vectors"),
+        ({"parameters": {"extra_body": {"stop_on": [{}]}}}, "parameters.extra_body.stop_on"),
+        ({"provider": {"steering": EDITS}}, "provider.steering"),
+        ({"chat_template_kwargs": {"steering_vectors": {"post_block": {}}}}, "chat_template_kwargs.steering_vectors"),
+        ({"model_kwargs": {"patch": []}}, "model_kwargs.patch"),
+    ],
+)
+async def test_refuses_fields_within_wrappers(inside: dict[str, Any], field: str, client: httpx.AsyncClient) -> None:
+    """Catches an unsteered HTTP 200 for a field in an object that only another server or library reads."""
+    await client.post(ROUTE, json=FIELDS)  # the engine is known from here on
+    error = refusal(await client.post(ROUTE, json={"prompt": "x", **inside}))
+    assert error["param"] == field
+    assert "would be ignored here" in error["message"]
+
+
+async def test_refuses_fields_within_wrappers_where_none_can_be_steered(client: httpx.AsyncClient) -> None:
+    """Catches an unsteered HTTP 200 of a route that cannot steer for a field in an object that it ignores."""
+    error = refusal(await client.post("/v1/messages", json={"parameters": {"steering": EDITS}}))
+    assert error["param"] == "parameters.steering"
+
+
+async def test_objects_of_others_pass(client: httpx.AsyncClient) -> None:
+    """Catches refusals of labels, of general names with another meaning, and of a server that does not steer."""
+    body = {
+        "metadata": {"steering": "off", "capture": "yes", "patch": True, "steer": "left"},
+        "provider": {"capture": True, "readouts": 3, "stop_on": "\n", "patch": [1]},
+        "options": {"num_ctx": 8, "capture_id": 1},
+        "guided_json": {"properties": {"steering": {"type": "array"}, "capture": {"type": "object"}}},
+        "chat_template_kwargs": {"enable_thinking": False, "capture": "x"},
+    }
+    await client.post(ROUTE, json=FIELDS)
+    assert (await client.post(ROUTE, json={"prompt": "x", **body})).json() == {"steered": False}
+    plain = client_of(make_app(FakeEngine(steering=False)))
+    inside = {"metadata": {"steering": EDITS}, "nvext": {"capture": {"memory": {}}}}
+    assert (await plain.post(ROUTE, json={"prompt": "x", **inside})).json() == {"steered": False}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32-be"])

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from logging import getLogger
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 import anyio
 import torch
+from inspect_ai._util.logger import warn_once
 from inspect_ai.log._samples import sample_active
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput
 from inspect_ai.model._providers.vllm import VLLMAPI
@@ -21,6 +23,7 @@ from vllm_steer.peers.inspect.fields import Prepared, prepare
 from vllm_steer.peers.inspect.rows import FOLDER_SUFFIX, StoredTensor, folder_of, store
 from vllm_steer.peers.vllm_lens.tensors import stack_layers
 
+logger = getLogger(__name__)
 STREAM = "residual_stream"
 READOUTS = "readouts."
 _CHOICE_FIELDS = ("capture_results", "readouts", "steering_trace", "token_ids")
@@ -38,6 +41,22 @@ class _Request:
 
 
 _current: ContextVar[_Request | None] = ContextVar("vllm_steer_request", default=None)
+
+
+class UncachedOutput(ModelOutput):
+    """An output that Inspect's cache cannot store.
+
+    The key of the cache has neither the content of modules nor global steering, and rows lie beside the log of one
+    evaluation. A stored answer could be that of another steering, or refer to rows that are not there.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        warn_once(
+            logger,
+            "answers of vllm-steer are not cached: they depend on modules, global steering and stored rows, which "
+            "the key of the cache lacks; omit cache",
+        )
+        raise TypeError("answers of vllm-steer are not cached")
 
 
 class VllmSteerAPI(VLLMAPI):
@@ -84,8 +103,10 @@ class VllmSteerAPI(VLLMAPI):
         finally:
             _current.reset(token)
         output = answer[0] if isinstance(answer, tuple) else answer
-        if isinstance(output, ModelOutput) and request.metadata:
-            output.metadata = {**(output.metadata or {}), **request.metadata}
+        if isinstance(output, ModelOutput):
+            if request.metadata:
+                output.metadata = {**(output.metadata or {}), **request.metadata}
+            output.__class__ = UncachedOutput
         return answer
 
     def service_model_name(self) -> str:

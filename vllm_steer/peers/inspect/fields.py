@@ -33,7 +33,7 @@ _users: Counter[str] = Counter()
 def shared(fields: Mapping[str, Any]) -> Iterator[str]:
     """Keep fields in this process, and yield the value of :data:`SHARED_KEY` that refers to them.
 
-    The value is a digest of the fields, so Inspect's cache of outputs tells different fields apart.
+    The value is a digest of the fields, so logs tell different fields apart.
     """
     key = _digest(to_json(_separate(fields)[0], "extra_args"))
     _shared[key] = fields

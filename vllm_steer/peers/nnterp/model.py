@@ -374,6 +374,13 @@ class StandardizedTransformer:
             raise RuntimeError(f"{field}: {result.error}")
         return result
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ATTRIBUTES:
+            raise SteeringError(name, ATTRIBUTES[name])
+        if name in SITES:
+            raise SteeringError(name, f"cannot be assigned; write {name}[layer] = rows in a trace, or use steer")
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name in SITES:
             if self._tracer is None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_steer.peers.nnterp.model import StandardizedTransformer
 
 EVERYTHING = slice(None)
+_ROW_FIELDS = frozenset(("invoke", "point", "layer", "step", "index"))
 
 
 @dataclass(eq=False)
@@ -126,6 +127,11 @@ class Rows(Value):
             refuse("the value must be a tensor, or rows of an earlier invoke")
         # A copy, since later lines may change the tensor in place.
         self.invoke.writes.append((kind, self, value.detach().clone() if isinstance(value, torch.Tensor) else value))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in _ROW_FIELDS:
+            refuse(f"{name} of rows cannot be assigned; write rows[:, tokens] = value")
+        super().__setattr__(name, value)
 
     def _unsupported(self, *args: Any) -> NoReturn:
         refuse(

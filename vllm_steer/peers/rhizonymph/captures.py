@@ -28,12 +28,20 @@ class FilesystemCaptureRequest:
     positions: Any = "last_prompt"
     request_id: str | None = None
     """Name of the request in the files: the ``tag`` of the spec."""
+    tag: str | None = None
+    """The same; both may be given if they are equal."""
     layout: str | None = None
     """``"per_request"``, ``"packed"`` or ``"sharded"``; the consumer's by default."""
 
     def to_spec(self) -> dict[str, Any]:
         """Return the capture spec of this project."""
-        given = {"hooks": self.hooks, "positions": self.positions, _ID: self.request_id, "layout": self.layout}
+        given = {
+            "hooks": self.hooks,
+            "positions": self.positions,
+            _ID: self.request_id,
+            "tag": self.tag,
+            "layout": self.layout,
+        }
         spec: dict[str, Any] = read_spec(
             {key: value for key, value in given.items() if value is not None}, "capture.filesystem"
         )

@@ -19,7 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.bodies import ParsedBody
-from vllm_steer.peers.rhizonymph.fields import FIELDS, MODULE_FIELDS, read_hooks, translate_fields
+from vllm_steer.peers.rhizonymph.fields import CLAMP_FIELDS, FIELDS, MODULE_FIELDS, translate_fields
+from vllm_steer.peers.rhizonymph.packed import read_hooks
+from vllm_steer.server.auth.current_key import require
+from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.capabilities import ROUTE as CAPABILITIES
@@ -33,9 +36,10 @@ PATHS: Mapping[tuple[str, str], str] = {
 }
 """Our routes by method and path of the fork."""
 SETTERS = ("/v1/steering/set", "/v1/steering/modules")
+_CAPTURING = ("capture", "capture_wait")
 DYNAMIC = "/v1/steering/dynamic"
 DYNAMIC_PROBLEM = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
-_WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *MODULE_FIELDS))
+_WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *MODULE_FIELDS, *CLAMP_FIELDS))
 RESULTS = "capture_results"
 
 
@@ -56,11 +60,24 @@ class RhizonymphMiddleware:
             path = PATHS[method, path]
             scope = {**scope, "path": root + path, "raw_path": (root + path).encode()}
         if method == "POST" and path in (*REQUESTS, *SETTERS):
-            exchange = _Exchange(scope, receive, send, translate_fields if path in REQUESTS else rename_vectors)
+            exchange = _Exchange(scope, receive, send, translate_request if path in REQUESTS else rename_vectors)
             await self.app(scope, exchange.receive, exchange.send)
             await exchange.finish()
         else:
             await self.app(scope, receive, send)
+
+
+def translate_request(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the translated body of a request; the rights of the current key are checked before any field is read.
+
+    Raises:
+        SteeringError: A field is invalid or not served.
+        ForbiddenError: The API key lacks a right.
+    """
+    for name in FIELDS:
+        if document.get(name) is not None:
+            require(Right.CAPTURE if name in _CAPTURING else Right.STEER, field=name)
+    return translate_fields(document)
 
 
 def rename_vectors(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,9 +94,9 @@ def rename_vectors(document: Mapping[str, Any]) -> dict[str, Any]:
             fields[ours] = fields.pop(theirs)
         if ours in fields:
             fields[ours] = read_hooks(fields[ours], ours)
-    if fields.get("clamps") is not None:
-        raise SteeringError("clamps", "is not supported; use steering with kind clamp")
-    fields.pop("clamps", None)
+    for name in CLAMP_FIELDS:
+        if fields.pop(name, None) is not None:
+            raise SteeringError(name, "is not supported; use steering with kind clamp")
     return fields
 
 

@@ -2,8 +2,9 @@
 """The protocol ``Driver`` of TransformerLens 4, for its ``RemoteBridge``.
 
 With this driver, ``run_with_cache``, patching and other tools of TransformerLens that need no weights run on an engine,
-in batches and with its prefix cache. TransformerLens is not imported: the driver returns an object with the attributes
-of its ``ForwardResult``.
+in batches and with its prefix cache. Functions at hooks of the bridge can only read, because the engine has run when
+they are called; a function that changes rows raises an error. TransformerLens is not imported: the driver returns an
+object with the attributes of its ``ForwardResult``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
 from vllm_steer.peers.engines import plain_count, require_answers
+from vllm_steer.peers.transformer_lens.hooks import ReadOnlyRows
 from vllm_steer.peers.transformer_lens.model import HookedTransformer
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
@@ -129,7 +131,7 @@ class SteeringDriver:
         require_answers(outputs)
         return DriverResult(
             torch.stack([self._logits(output) for output in outputs]) if return_logits else None,
-            {name: torch.stack([_rows(output, *sites[name]) for output in outputs]) for name in names},
+            ReadOnlyRows({name: torch.stack([_rows(output, *sites[name]) for output in outputs]) for name in names}),
             _new_tokens(outputs),
             outputs,
         )

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of TransformerLens as user hooks."""
+"""Functions of TransformerLens: user hooks of the engine, and functions at hooks of a ``RemoteBridge``, which read."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from vllm_steer.errors import SteeringError
 from vllm_steer.taps.user_hooks import Hook, HookedRows
 
 
@@ -43,3 +45,73 @@ def _takes_hook(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # no such argument, or a function without a signature
         return False
     return True
+
+
+class ReadOnlyRows(Mapping[str, torch.Tensor]):
+    """Rows by hook that a ``RemoteBridge`` passes to functions after the engine has run.
+
+    The bridge iterates over the items and calls the module of each hook with its rows. It ignores what the functions
+    return, so the iterator adds a last function to that module, which raises an error if the rows were changed.
+    """
+
+    def __init__(self, rows: Mapping[str, torch.Tensor]) -> None:
+        self._rows = dict(rows)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def items(self) -> ItemsView[str, torch.Tensor]:
+        """Return the items; see the class for what iteration does."""
+        return _WatchedItems(self)
+
+
+class _WatchedItems(ItemsView[str, torch.Tensor]):
+    """Items whose rows are watched while a loop handles them."""
+
+    def __init__(self, rows: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(rows)
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self._rows:
+            rows = self._rows[name]
+            with _watched(name, rows):
+                yield name, rows
+
+
+@contextmanager
+def _watched(name: str, rows: torch.Tensor) -> Iterator[None]:
+    """Raise SteeringError from the module that is called with ``rows`` if its hooks change or replace them."""
+    version = rows._version
+
+    def check(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if rows._version != version or (output is not rows and not _equal(output, rows)):
+            raise SteeringError(
+                f"fwd_hooks.{name}",
+                "changes rows, which has no effect: functions at hooks of a RemoteBridge run after the engine; use "
+                'intervene={name: {"op": "set", "value": row, "pos": [i]}}, HookedTransformer.run_with_hooks of '
+                "vllm_steer.peers.transformer_lens, or PatchingStudy for the functions of patching",
+            )
+
+    added: list[Any] = []
+
+    def add_check(module: torch.nn.Module, args: Any) -> None:
+        if args and args[0] is rows:
+            added.append(module.register_forward_hook(check))  # behind the functions of the caller
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(add_check)
+    try:
+        yield
+    finally:
+        for each in (handle, *added):
+            each.remove()
+
+
+def _equal(output: Any, rows: torch.Tensor) -> bool:
+    return isinstance(output, torch.Tensor) and output.shape == rows.shape and torch.equal(output, rows)

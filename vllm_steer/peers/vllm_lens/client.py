@@ -89,7 +89,7 @@ class VLLMLensClient:
             capture_layers: Layers whose output is returned, or True for all.
             steering_vectors: Vectors to add.
             **fields: Further fields of the body, such as ``lora_request={"lora_name": ...}``, and
-                ``activations_transport``: binary, the default, or json.
+                ``activations_transport``: binary, the default, or base64.
 
         Raises:
             ServerError: The server refused the request.
@@ -156,7 +156,7 @@ class VLLMLensClient:
             ServerError: The handle has expired or never existed.
         """
         response = self._send("GET", f"/v1/activations/{quote(handle, safe='')}")
-        dtype = getattr(torch, response.headers[f"{HEADER}original-dtype"])
+        dtype = getattr(torch, response.headers[f"{HEADER}original-dtype"].removeprefix("torch."))
         shape = json.loads(response.headers[f"{HEADER}shape"])
         size = int(response.headers[f"{HEADER}bytes"])
         data = decompress(response.content, size, "activations")

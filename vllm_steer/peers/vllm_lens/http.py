@@ -25,15 +25,19 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.peers.bodies import ParsedBody
 from vllm_steer.peers.vllm_lens.client import HEADER
 from vllm_steer.peers.vllm_lens.keys import (
+    CAPTURE_KEY,
     KEYS,
     LORA_FIELD,
     PARENTS,
     REFUSED_KEYS,
+    STEERING_KEY,
     LensRequest,
     read_adapter,
     read_keys,
 )
-from vllm_steer.peers.vllm_lens.tensors import serialize_tensor, stack_layers, tensor_bytes, zstd
+from vllm_steer.peers.vllm_lens.tensors import describe, serialize_tensor, stack_layers, tensor_bytes, zstd
+from vllm_steer.server.auth.current_key import require
+from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import COUNTED_KEY, app_path
 from vllm_steer.server.settings import max_body_bytes
@@ -42,6 +46,7 @@ ROUTES = ("/v1/completions", "/v1/chat/completions")
 HANDLE_PREFIX, HOOKS_PREFIX = "/v1/activations/", "/v1/hooks"
 RESULTS_EVENT = b'data: {"object":"capture_results"'
 """Start of the event of a stream that has the captured rows."""
+_RIGHTS = {CAPTURE_KEY: Right.CAPTURE, STEERING_KEY: Right.STEER}
 Fetch: TypeAlias = Callable[[str], Awaitable[torch.Tensor]]
 _WORDS = tuple(f'"{key}"'.encode() for key in (*KEYS, LORA_FIELD))
 
@@ -82,10 +87,7 @@ class VllmLensMiddleware:
         tensor = await asyncio.to_thread(_tensor_of_file, data)
         raw = await asyncio.to_thread(tensor_bytes, tensor)
         headers = {
-            f"{HEADER}dtype": "int16" if tensor.dtype == torch.bfloat16 else str(tensor.dtype).removeprefix("torch."),
-            f"{HEADER}original-dtype": str(tensor.dtype).removeprefix("torch."),
-            f"{HEADER}shape": json.dumps(list(tensor.shape)),
-            f"{HEADER}compression": "zstd",
+            **{f"{HEADER}{name.replace('_', '-')}": _header(value) for name, value in describe(tensor).items()},
             f"{HEADER}bytes": str(len(raw)),
             "cache-control": "no-store",
         }
@@ -170,7 +172,7 @@ class _Exchange:
             if size > limit:
                 self._refuse(BodyTooLargeError("body", f"exceeds {limit >> 20} MiB; raise --steering-max-body-mib"))
             try:
-                body, self._keys = await asyncio.to_thread(translate_body, body)
+                body, self._keys = await asyncio.to_thread(translate_body, body, limit)
             except SteeringError as error:
                 self._refuse(error)
         return {"type": "http.request", "body": body, "more_body": False}
@@ -223,11 +225,18 @@ class _Exchange:
             await self._send({"type": "http.response.body", "body": response.body})
 
 
-def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
+def translate_body(body: bytes, max_bytes: int) -> tuple[bytes, LensRequest | None]:
     """Return a body without the request keys, and the keys; None if it has none.
+
+    The rights of the current key are checked before any tensor is read.
+
+    Args:
+        body: The body.
+        max_bytes: Most bytes of all tensors together.
 
     Raises:
         SteeringError: A key is invalid or not supported, or the body has a key twice.
+        ForbiddenError: The API key lacks a right.
     """
     try:
         parsed = ParsedBody(body)
@@ -247,6 +256,8 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
             continue
         found = {key: values.pop(key) for key in KEYS if key in values}
         for key in found:
+            if found[key] is not None and key in _RIGHTS:
+                require(_RIGHTS[key], field=f"{parent}.{key}")
             if key in given:
                 raise SteeringError(f"{parent}.{key}", f"is also in {PARENTS[0]}; give it once")
         field = parent if found else field
@@ -255,7 +266,7 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
             del document[parent]
     keys = None
     if given:
-        keys = read_keys(given, field)
+        keys = read_keys(given, field, max_bytes)
         document = to_json(keys.add_to(document, field), "body")
     return json.dumps(document).encode(), keys
 
@@ -283,11 +294,16 @@ async def _stream(report: CaptureAnswer, binary: bool, fetch: Fetch) -> dict[str
     if report.status != "ok":
         raise SteeringError("activations", str(report.error))
     if report.id is not None:
-        if binary:
-            return {"handle": report.id}
-        return await asyncio.to_thread(serialize_tensor, await fetch(report.id))
+        stored = await fetch(report.id)
+        if binary:  # clients read the bytes by these facts, not by the headers
+            return {"handle": report.id, "transport": "binary", **describe(stored)}
+        return await asyncio.to_thread(serialize_tensor, stored)
     tensor = stack_layers({site: rows.rows for site, rows in report.sites.items()})
     return await asyncio.to_thread(serialize_tensor, tensor)
+
+
+def _header(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _tensor_of_file(data: bytes) -> torch.Tensor:

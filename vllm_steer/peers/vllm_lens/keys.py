@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, f
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS
-from vllm_steer.peers.vllm_lens.tensors import deserialize_tensor, serialize_tensor
+from vllm_steer.peers.vllm_lens.tensors import MAX_BYTES, deserialize_tensor, measure, serialize_tensor
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import shown
 
@@ -27,7 +28,7 @@ REFUSED_KEYS = {
     "apply_hooks": "pickled code is not run; use capture, readouts, or edits with a condition in when",
 }
 KEYS = (CAPTURE_KEY, STEERING_KEY, TRANSPORT_KEY, PREFIX_CACHE_KEY, *REFUSED_KEYS)
-TRANSPORTS = ("json", "binary")
+TRANSPORTS = ("base64", "binary")
 PARENTS = ("extra_args", "vllm_xargs")
 """Fields of a body that have request keys."""
 LORA_FIELD = "lora_request"
@@ -92,8 +93,13 @@ class SteeringVector(BaseModel):
             )
         if len(layers) != shape[0]:
             raise SteeringError(f"{field}.layer_indices", f"names {len(layers)} layers; activations has {shape[0]}")
-        if repeated := [layer for layer in layers if layers.count(layer) > 1]:
-            raise SteeringError(f"{field}.layer_indices", f"names layer {repeated[0]} more than once; name it once")
+        seen: set[int] = set()
+        for layer in layers:
+            if layer in seen:
+                raise SteeringError(f"{field}.layer_indices", f"names layer {layer} more than once; name it once")
+            seen.add(layer)
+        if (count := math.prod(shape[:-1])) > MAX_EDITS:
+            raise SteeringError(f"{field}.activations", f"has {count} vectors; at most {MAX_EDITS} are accepted")
         if len(shape) == 2:
             if self.position_indices is not None:
                 raise SteeringError(
@@ -105,8 +111,6 @@ class SteeringVector(BaseModel):
             ]
         else:
             positions = self._positions(shape[1], field)
-            if shape[0] * shape[1] > MAX_EDITS:
-                raise SteeringError(f"{field}.activations", f"has {shape[0] * shape[1]} vectors; at most {MAX_EDITS}")
             rows = [
                 (layer, [position], self.activations[i, j])
                 for i, layer in enumerate(layers)
@@ -172,12 +176,13 @@ class LensRequest:
         return joined
 
 
-def read_keys(given: Mapping[str, Any], field: str) -> LensRequest:
+def read_keys(given: Mapping[str, Any], field: str, max_bytes: int = MAX_BYTES) -> LensRequest:
     """Check and translate the request keys in ``given``; other keys are ignored.
 
     Args:
         given: Values by key, as Python or JSON values, or JSON texts.
         field: Path of ``given``, for errors.
+        max_bytes: Most bytes of all tensors together.
 
     Raises:
         SteeringError: A value is invalid, or a key is not supported.
@@ -188,12 +193,12 @@ def read_keys(given: Mapping[str, Any], field: str) -> LensRequest:
             raise SteeringError(f"{field}.{key}", advice)
     transport = values.get(TRANSPORT_KEY, TRANSPORTS[0])
     if transport not in TRANSPORTS:
-        raise SteeringError(f"{field}.{TRANSPORT_KEY}", f"must be json or binary, not {shown(transport)}")
+        raise SteeringError(f"{field}.{TRANSPORT_KEY}", f"must be base64 or binary, not {shown(transport)}")
     if not isinstance(values.get(PREFIX_CACHE_KEY, True), bool):
         raise SteeringError(f"{field}.{PREFIX_CACHE_KEY}", "must be true or false; captures are complete with either")
     return LensRequest(
         _read_layers(values.get(CAPTURE_KEY), f"{field}.{CAPTURE_KEY}"),
-        _read_vectors(values.get(STEERING_KEY), f"{field}.{STEERING_KEY}"),
+        _read_vectors(values.get(STEERING_KEY), f"{field}.{STEERING_KEY}", max_bytes),
         transport == "binary",
     )
 
@@ -232,17 +237,41 @@ def _read_layers(value: Any, field: str) -> list[int] | str | None:
     return list(value)  # the spec checks the numbers
 
 
-def _read_vectors(value: Any, field: str) -> tuple[Edit, ...]:
+def _read_vectors(value: Any, field: str, max_bytes: int) -> tuple[Edit, ...]:
     if value is None:
         return ()
     if isinstance(value, (SteeringVector, Mapping)):
         value = [value]
     if not isinstance(value, (list, tuple)):
         raise SteeringError(field, f"must be a list of steering vectors, not {shown(value)}")
+    _check_sizes(value, field, max_bytes)
     vectors = [_read_vector(item, f"{field}[{i}]") for i, item in enumerate(value)]
     edits = [edit for i, vector in enumerate(vectors) for edit in vector.edits(f"{field}[{i}]")]
     _refuse_second_norms(vectors, field)
     return tuple(edits)
+
+
+def _check_sizes(items: Sequence[Any], field: str, max_bytes: int) -> None:
+    """Raise SteeringError if vectors are too many or too large, from their shapes, before any is decompressed."""
+    size = count = 0
+    for i, item in enumerate(items):
+        activations: Any = item.activations if isinstance(item, SteeringVector) else None
+        if isinstance(item, Mapping):
+            activations = item.get("activations")
+        if isinstance(activations, Mapping):
+            size += measure(activations, f"{field}[{i}].activations")[1]
+            count += math.prod(map(int, activations["shape"][:-1]))
+        elif activations is not None:
+            shape = getattr(activations, "shape", None)
+            count += max(1, math.prod(shape[:-1]) if shape is not None else len(_rows_of(activations)))
+        if size > max_bytes:
+            raise SteeringError(field, f"has tensors of more than {max_bytes} bytes; send fewer or smaller ones")
+        if count > MAX_EDITS:
+            raise SteeringError(field, f"has more than {MAX_EDITS} vectors, the most that are accepted")
+
+
+def _rows_of(activations: Any) -> Sequence[Any]:
+    return activations if isinstance(activations, (list, tuple)) else ()
 
 
 def _refuse_second_norms(vectors: Sequence[SteeringVector], field: str) -> None:
@@ -251,20 +280,25 @@ def _refuse_second_norms(vectors: Sequence[SteeringVector], field: str) -> None:
     It would be scaled to the norm after the other vector. vllm-lens does the same in models whose layers return one
     tensor; in those whose layers return the stream in two parts, it takes the norm before all vectors.
     """
-    earlier: dict[int, list[frozenset[int] | None]] = {}
+    whole: set[int] = set()  # layers with a vector at all tokens
+    touched: dict[int, set[int]] = {}  # positions with a vector, by layer
     for i, vector in enumerate(vectors):
-        positions: frozenset[int] | None = None
+        positions: Sequence[int] | None = None
         if vector.activations.ndim == 3:
-            positions = frozenset(vector._positions(vector.activations.shape[1], field))
+            positions = vector._positions(vector.activations.shape[1], field)
         for layer in vector.layer_indices:
-            others = earlier.setdefault(layer, [])
-            if vector.norm_match and any(positions is None or other is None or positions & other for other in others):
+            taken = touched.setdefault(layer, set())
+            follows = bool(taken) if positions is None else not taken.isdisjoint(positions)
+            if vector.norm_match and (follows or layer in whole):
                 raise SteeringError(
                     f"{field}[{i}].norm_match",
                     f"is ambiguous: an earlier vector changes the norm of layer {layer} at the same tokens; list "
                     "norm-matched vectors first, at most one for each layer and token",
                 )
-            others.append(positions)
+            if positions is None:
+                whole.add(layer)
+            else:
+                taken.update(positions)
 
 
 def _read_vector(item: Any, field: str) -> SteeringVector:

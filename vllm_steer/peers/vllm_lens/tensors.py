@@ -15,12 +15,17 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.extras import install_hint
 from vllm_steer.spec.scalars import is_integer, shown
 
-_STORED: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16}
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16)
+_DTYPES: dict[str, tuple[torch.dtype, str]] = {
+    "torch.float32": (torch.float32, "float32"),
+    "torch.float16": (torch.float16, "float16"),
+    "torch.bfloat16": (torch.bfloat16, "int16"),
+    "torch.float64": (torch.float64, "float64"),
 }
-_MAX_BYTES = 1 << 30
+"""Dtype and name of numpy's storage dtype by ``original_dtype``. Clients compare these names as texts."""
+_KEYS = frozenset(("data", "dtype", "original_dtype", "shape", "compression"))
+_MAX_DIMENSIONS = 8
+MAX_BYTES = 1 << 30
+"""Most bytes of the tensors of one request, without a server's limit."""
 
 
 def zstd() -> Any:
@@ -40,17 +45,26 @@ def serialize_tensor(tensor: torch.Tensor, *, compression: str | None = "zstd") 
     """Return the JSON form of a tensor.
 
     Args:
-        tensor: A CPU tensor of a floating dtype.
+        tensor: A CPU tensor of dtype float32, float16, bfloat16 or float64.
         compression: ``"zstd"``, which needs the extra ``vllm-lens``, or None.
 
     Raises:
-        SteeringError: ``zstandard`` is not installed.
+        SteeringError: The form does not have the dtype, or ``zstandard`` is not installed.
     """
+    described = describe(tensor, compression)
     data = tensor_bytes(tensor)
+    data = zstd().compress(data) if compression == "zstd" else data
+    return {"data": base64.b64encode(data).decode("ascii"), **described}
+
+
+def describe(tensor: torch.Tensor, compression: str | None = "zstd") -> dict[str, Any]:
+    """Return the JSON form of a tensor without its data; raise SteeringError if the form does not have the dtype."""
+    name = str(tensor.dtype)
+    if name not in _DTYPES:
+        raise SteeringError("tensor", f"has dtype {name}; use one of {', '.join(_DTYPES)}")
     return {
-        "data": base64.b64encode(zstd().compress(data) if compression == "zstd" else data).decode("ascii"),
-        "dtype": str(_STORED.get(tensor.dtype, tensor.dtype)).removeprefix("torch."),
-        "original_dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": _DTYPES[name][1],
+        "original_dtype": name,
         "shape": list(tensor.shape),
         "compression": compression,
     }
@@ -71,25 +85,40 @@ def deserialize_tensor(wire: Mapping[str, Any], field: str = "tensor") -> torch.
     Raises:
         SteeringError: ``wire`` has another form, or ``zstandard`` is needed and not installed.
     """
-    missing = [key for key in ("data", "dtype", "shape") if key not in wire]
-    if missing:
-        raise SteeringError(f"{field}.{missing[0]}", "is missing; a tensor has data, dtype and shape")
-    name = str(wire.get("original_dtype") or wire["dtype"]).removeprefix("torch.")
-    dtype = _DTYPES.get(name)
-    if dtype is None:
-        raise SteeringError(f"{field}.original_dtype", f"{shown(name)} is not valid; use one of {', '.join(_DTYPES)}")
-    stored = str(_STORED.get(dtype, dtype)).removeprefix("torch.")
-    if str(wire["dtype"]).removeprefix("torch.") not in (name, stored):
+    dtype, size = measure(wire, field)
+    if size > MAX_BYTES:
+        raise SteeringError(f"{field}.shape", f"is of more than {MAX_BYTES} bytes, the most that are accepted")
+    data = read_bytes(wire["data"], wire.get("compression"), size, field)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape([int(each) for each in wire["shape"]])
+
+
+def measure(wire: Mapping[str, Any], field: str) -> tuple[torch.dtype, int]:
+    """Check a JSON form except for its data, and return the dtype and the size in bytes.
+
+    Raises:
+        SteeringError: A key is missing, unknown or invalid.
+    """
+    for key in ("data", "dtype", "shape"):
+        if key not in wire:
+            raise SteeringError(f"{field}.{key}", "is missing; a tensor has data, dtype and shape")
+    for key in wire:
+        if key not in _KEYS:
+            raise SteeringError(f"{field}.{shown(key)}", f"is not a key of a tensor; use {', '.join(sorted(_KEYS))}")
+    given = wire.get("original_dtype") or wire["dtype"]
+    name = f"torch.{str(given)[:64].removeprefix('torch.')}"
+    if name not in _DTYPES:
+        key = "original_dtype" if wire.get("original_dtype") else "dtype"
+        raise SteeringError(f"{field}.{key}", f"{shown(given)} is not valid; use one of {', '.join(_DTYPES)}")
+    dtype, stored = _DTYPES[name]
+    if wire["dtype"] not in (name, name.removeprefix("torch."), stored):
         raise SteeringError(f"{field}.dtype", f"is {shown(wire['dtype'])}; {name} is stored as {stored}")
     shape = wire["shape"]
     if not isinstance(shape, (list, tuple)) or not all(is_integer(size) and size >= 0 for size in shape):
         raise SteeringError(f"{field}.shape", f"must be a list of sizes, not {shown(shape)}")
-    size = math.prod(shape) * dtype.itemsize
-    if size > _MAX_BYTES:
-        raise SteeringError(f"{field}.shape", f"is {size} bytes; at most {_MAX_BYTES} are accepted")
-    data = read_bytes(wire["data"], wire.get("compression"), size, field)
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.reshape(list(shape))
+    if len(shape) > _MAX_DIMENSIONS:
+        raise SteeringError(f"{field}.shape", f"has {len(shape)} dimensions; at most {_MAX_DIMENSIONS} are accepted")
+    return dtype, math.prod(map(int, shape)) * dtype.itemsize
 
 
 def read_bytes(data: object, compression: object, size: int, field: str) -> bytes:
@@ -114,18 +143,23 @@ def read_bytes(data: object, compression: object, size: int, field: str) -> byte
 
 
 def decompress(raw: bytes, size: int, field: str) -> bytes:
-    """Return at most ``size + 1`` decompressed bytes, so that a small body cannot fill the memory.
+    """Return the ``size`` bytes of a zstd frame. No more memory than that is used, so a small body cannot fill it.
 
     Raises:
-        SteeringError: ``raw`` is not a zstd frame.
+        SteeringError: ``raw`` is not one zstd frame of that size.
     """
     module = zstd()
     try:
-        with module.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw) as reader:
-            data: bytes = reader.read(size + 1)
-            return data
-    except module.ZstdError as error:
-        raise SteeringError(field, f"is not valid zstd data: {shown(str(error))}") from None
+        # A frame may have no content size, which is then -1. Otherwise the decompressor allocates it.
+        known: int = module.frame_content_size(raw)
+        if known not in (-1, size):
+            raise SteeringError(field, f"has {known} bytes; dtype and shape need {size}")
+        data: bytes = module.ZstdDecompressor().decompress(raw, max_output_size=max(size, 1), allow_extra_data=False)
+    except (module.ZstdError, ValueError) as error:
+        if isinstance(error, SteeringError):
+            raise
+        raise SteeringError(field, f"is not valid zstd data of {size} bytes: {shown(str(error))}") from None
+    return data
 
 
 def decode_activations(activations: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:

@@ -47,6 +47,8 @@ from vllm_steer.spec.readout import READOUTS_FIELD
 # The server runs all other tools itself and calls the model again with their results.
 _CLIENT_TOOLS = frozenset({"function", "custom"})
 MEMORY = MemoryConsumer.name
+_IGNORED_KEYS = ("metadata", "chat_template_kwargs")
+"""Objects that vLLM's request classes have and whose unknown keys have no effect."""
 _COMPOSED_KEYS = frozenset({APPLIED_KEY, MODULES_KEY, PROGRAM_KEY})
 """Keys of parameters that were composed, or that are composed on their own."""
 
@@ -181,10 +183,11 @@ def refuse_fields(request: Any, reason: str) -> None:
 def _refuse_misspelled(request: Any) -> None:
     """Raise SteeringError for names that would be ignored: misspelt ones, and fields of other projects."""
     unknown, xargs = request.model_extra or {}, getattr(request, "vllm_xargs", None) or {}
-    if not unknown and not xargs:
+    known = {name: value for name in _IGNORED_KEYS if (value := getattr(request, name, None))}
+    if not unknown and not xargs and not known:
         return
     context = current_request.get()
-    refuse_misspelt(unknown, xargs, enabled=context is not None and context.engine is not None)
+    refuse_misspelt(unknown, xargs, enabled=context is not None and context.engine is not None, known=known)
 
 
 def _refuse_background(request: Any) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -14,13 +15,25 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.params import CAPTURE_FIELD, FIELDS, RESERVED_KEYS
 from vllm_steer.server.http.confusables import resembles
+from vllm_steer.spec.condition import STOP_FIELD
+from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.unknown_fields import problem_of
 
 _STEERING = "steering"
-_PARENTS = ("extra_args", "extra_body", "sampling_params")
-"""Unknown objects of a body in which clients put fields, because other servers or client libraries read them there."""
+WRAPPERS = (
+    "extra_args", "extra_body", "generation_config", "model_kwargs", "nvext", "options", "parameters",
+    "sampling_params", "vllm_xargs",
+)  # fmt: skip
+"""Objects of a body in which clients put fields, because other servers or client libraries read them there."""
+_MAX_DEPTH = 3
+"""Wrappers within wrappers, such as ``extra_body.sampling_params.extra_args``."""
+_GENERIC_TYPES: Mapping[str, type] = MappingProxyType(
+    {CAPTURE_FIELD: Mapping, READOUTS_FIELD: Mapping, STOP_FIELD: list}
+)
+"""Fields whose names may have another meaning in objects of other projects, with the type that ours have."""
 _MAX_NAMES = 1024
 """Names that are compared with our fields, which takes up to 40 microseconds each."""
+_NO_OBJECTS: Mapping[str, Any] = MappingProxyType({})
 _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -41,10 +54,17 @@ def find_misspelt(body: bytes, parents: Iterable[str] = ()) -> SteeringError | N
         return None
     error = _first_misspelt(name for name in islice(document, _MAX_NAMES) if bytes(document[name]) != b"null")
     for parent in parents:
-        if error is None and parent in document:
-            inner = find_misspelt(bytes(document[parent]))
-            error = None if inner is None else SteeringError(f"{parent}.{inner.field}", inner.problem)
+        if error is None and (inner := bytes(document.get(parent, b""))):
+            inside = find_misspelt(inner) or _first_field(inner)
+            error = None if inside is None else SteeringError(f"{parent}.{inside.field}", inside.problem)
     return error
+
+
+def _first_field(body: bytes) -> SteeringError | None:
+    """Return the error for the first field in a JSON object of a body, or None."""
+    document = _top_level.decode(body) if body.startswith(b"{") else {}
+    found = (name for name in FIELDS if bytes(document.get(name, b"")).startswith((b"{", b"[")))
+    return next((SteeringError(name, "would be ignored here") for name in found), None)
 
 
 class FormNames:
@@ -79,20 +99,22 @@ async def is_refused(misspelt: SteeringError, app: Any) -> bool:
     return enabled or resembles(misspelt.field, _STEERING)
 
 
-def refuse_misspelt(unknown: Mapping[str, Any], xargs: Mapping[str, Any], *, enabled: bool) -> None:
-    """Raise SteeringError for the first misspelt name in a vLLM request object.
+def refuse_misspelt(
+    unknown: Mapping[str, Any], xargs: Mapping[str, Any], *, enabled: bool, known: Mapping[str, Any] = _NO_OBJECTS
+) -> None:
+    """Raise SteeringError for the first name in a vLLM request object that would be ignored.
 
     Args:
         unknown: The request's unknown fields.
         xargs: Its ``vllm_xargs``.
         enabled: Whether the engine steers.
+        known: Objects of the request that vLLM knows and whose keys it ignores, by name.
     """
     if enabled:
         _refuse_known_mistakes(unknown, "")
         _refuse_known_mistakes({name: xargs[name] for name in xargs if name not in RESERVED_KEYS}, "vllm_xargs.")
-        for parent in _PARENTS:
-            if isinstance(unknown.get(parent), Mapping):
-                _refuse_known_mistakes(unknown[parent], f"{parent}.")
+        _refuse_wrapped(unknown, "")
+        _refuse_wrapped(known, "")
     for name, value in unknown.items():
         if name not in FIELDS and (resembles(name, _STEERING) or _looks_like_field(name, value)):
             raise SteeringError(name[:80], f"unknown field; use one of {', '.join(FIELDS)}")
@@ -107,6 +129,31 @@ def _refuse_known_mistakes(given: Mapping[str, Any], path: str) -> None:
     for name, value in islice(given.items(), _MAX_NAMES):
         if value is not None and name not in FIELDS and (problem := problem_of(name)) is not None:
             raise SteeringError(f"{path}{name}", problem)
+
+
+def _refuse_wrapped(objects: Mapping[str, Any], path: str, depth: int = 1) -> None:
+    """Raise SteeringError for a field within one of some objects that vLLM ignores."""
+    for parent, inner in objects.items():
+        if not isinstance(inner, Mapping) or parent in FIELDS:
+            continue
+        where = f"{path}{parent[:80]}."
+        # Looks up each name of a fixed table, so the number of the object's keys does not matter.
+        for name in FIELDS:
+            if _is_wrapped(name, inner.get(name)):
+                raise SteeringError(
+                    f"{where}{name}", f"would be ignored here; move {name} to the top level of the body"
+                )
+        if parent in WRAPPERS:
+            _refuse_known_mistakes(inner, where)
+            if depth < _MAX_DEPTH:
+                _refuse_wrapped({name: inner[name] for name in WRAPPERS if name in inner}, where, depth + 1)
+
+
+def _is_wrapped(name: str, value: Any) -> bool:
+    """Return whether the value of a name in another object is a field's; plain texts are labels, as in ``metadata``."""
+    if isinstance(value, str):
+        return value.lstrip()[:1] in ("{", "[")
+    return value is not None and isinstance(value, _GENERIC_TYPES.get(name, object))
 
 
 def _looks_like_field(name: str, value: object) -> bool:

@@ -25,7 +25,7 @@ from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response, error_status
 from vllm_steer.server.http.field_scanner import OVERLAP, find_fields, form_field, form_names, is_utf8, may_hold_fields
-from vllm_steer.server.http.misspelt_fields import FormNames, find_misspelt, is_refused
+from vllm_steer.server.http.misspelt_fields import WRAPPERS, FormNames, find_misspelt, is_refused
 from vllm_steer.server.http.packed_bodies import pack_body
 from vllm_steer.server.http.readout_results import ReadoutWriter
 from vllm_steer.server.http.request_context import RequestContext
@@ -202,7 +202,7 @@ class RequestGuard:
         if suspect:
             body = await self._check_fields(body)
         if self._path in UNSTEERABLE_ROUTES:
-            await self._refuse_misspelt(find_misspelt(body))
+            await self._refuse_misspelt(find_misspelt(body, WRAPPERS))
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def _refuse_misspelt(self, error: SteeringError | None) -> None:
