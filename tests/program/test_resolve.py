@@ -246,7 +246,9 @@ def test_edits_of_strength_zero_keep_their_columns() -> None:
     program = compile_program(edits, edit_paths=[f"steering[{i}]" for i in range(len(edits))], readouts=readouts)
     assert [program.edit_source(number) for number in program.layout.gates] == [f"steering[{i}]" for i in range(3)]
     assert list(program.layout.live) == ["calm"]
-    assert program.selections == ((program.edits[1].selector, ("steering[1]",)),) and not program.selected_parts
+    edits, readouts = program.selections
+    assert edits == (program.edits[1].selector, ("steering[1]",)) and not program.selected_parts
+    assert readouts[1] == ("readouts.first", "readouts.second")
     for token_program in resolve(program, 5, LAYERS).token_programs:
         run = [each for each in token_program.instructions if each.code in CODES.values()]
         assert [each.strength for each in run] == [0.5]

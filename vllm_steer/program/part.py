@@ -102,6 +102,6 @@ def bound_parts(
     for part in parts:
         found = find(part)
         if found is not None:
-            part = msgspec.structs.replace(part, **found._asdict())
+            part = msgspec.structs.replace(part, start=found.start, end=found.end, breaks=found.breaks)
             filled.append(msgspec.structs.replace(part, opened=part.after(message), optional=False, bound=True))
     return tuple(filled)
