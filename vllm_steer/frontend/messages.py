@@ -57,6 +57,8 @@ def _strings(value: Any) -> Iterator[str]:
         elif isinstance(value, Mapping):
             waiting += [each for pair in reversed(list(value.items())) for each in reversed(pair)]
         elif isinstance(value, (list, tuple)):
+            # The parts of a content, which templates join.
+            yield from (str(each["text"]) for each in value if isinstance(each, Mapping) and "text" in each)
             waiting += reversed(value)
 
 
