@@ -162,7 +162,7 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 1,
                 256,
                 "conditions of one request, in `when` of its edits and in `stop_on`, and one for each part of the "
-                "output that it selects, two for `answer` if tool calls are known; equal ones of several edits count once",
+                "output that it selects, two for `answer` if tool calls are known; equal ones count once",
             ),
             EngineLimit(
                 "capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"

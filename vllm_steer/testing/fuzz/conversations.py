@@ -20,10 +20,10 @@ from vllm_steer.testing.fuzz.facts import Random
 
 HEAD, END, THINK, THOUGHT, CALL, CALLED, SYSTEM, USER, ASSISTANT, TOOL = range(1, 11)
 IN_CONTENTS = (THINK, THOUGHT, CALL, CALLED, *range(11, 16))
-_ROLES = dict(zip(ROLES, (SYSTEM, USER, ASSISTANT), strict=True))
+_ROLES: Mapping[str, int] = dict(zip(ROLES, (SYSTEM, USER, ASSISTANT), strict=True))
 TEMPLATE = RoleTokens(
     {role: (HEAD, token) for role, token in _ROLES.items()},
-    dict.fromkeys(ROLES, END),
+    dict.fromkeys(_ROLES, END),
     frozenset((HEAD,)),
     {},
     frozenset((HEAD, END)),
