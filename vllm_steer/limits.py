@@ -153,15 +153,16 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 4,
                 1024,
                 "numbers that one token records: one per probe or direction of its readouts, 2 x `top_k` per layer of "
-                "`lens` and `sae`, one per edit with `when` or in a part of the output, one per name in `live`, one "
-                "per part of the output in `positions`, and one for stops; each takes 4 bytes for each token of a step",
+                "`lens` and `sae`, one per distinct `when`, one per name in `live`, one "
+                "per distinct part of the output, and one for stops; each takes 4 bytes for each token of a step",
             ),
             EngineLimit(
                 "max_conditions",
                 16,
                 1,
                 256,
-                "conditions of one request, in `when` of its edits and in `stop_on`",
+                "conditions of one request, in `when` of its edits and in `stop_on`, and one for each part of the "
+                "output that it selects, two for `answer` if tool calls are known; equal ones count once",
             ),
             EngineLimit(
                 "capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"

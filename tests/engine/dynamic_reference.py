@@ -139,10 +139,13 @@ class Reference:
             if span.name and span.name not in self._parts:
                 continue
             start, end = self._parts[span.name] if span.name else (span.start, span.end)
+            # The start of a tool call ends the thinking and does not belong to it.
+            breaks = [self._parts["tool_call"][0]] if span.name == "thinking" and "tool_call" in self._parts else []
             inside = span.opened
             for token in tokens[:position]:
-                inside = (inside or token == start) and token != end
-            if (inside or tokens[position] == start) == span.outside:
+                inside = (inside or token == start) and token not in (end, *breaks)
+            token = tokens[position]
+            if (token == start or (inside and token not in breaks)) == span.outside:
                 return False
         return True
 

@@ -125,7 +125,7 @@ def test_comparison_detects_a_late_boundary(llm: Any, truth: Truth, monkeypatch:
     real = dynamic._inside_span
 
     def late(layout: Any, field: Any, state: Any, request: Any) -> Any:
-        starts, _ = dynamic._markers(layout.token, field, request)
+        starts, *_ = dynamic._markers(layout.token, field, request)
         return real(layout, field, state, request) & ~starts
 
     monkeypatch.setattr(dynamic, "_inside_span", late)
@@ -160,6 +160,8 @@ def test_readouts_of_a_part(llm: Any, truth: Truth) -> None:
             before = dict(inside)
             for name, (start, end) in PARTS.items():
                 inside[name] = (inside[name] or token == start) and token != end
+            if token == PARTS["tool_call"][0]:
+                inside["thinking"] = before["thinking"] = False
             if position >= len(tokens) and not any(before[name] or inside[name] for name in PARTS):
                 positions.append(position)
         assert found["part"].positions.tolist() == positions
@@ -176,7 +178,9 @@ def test_messages_of_the_prompt(llm: Any, truth: Truth, monkeypatch: pytest.Monk
     roles = RoleTokens(
         {"system": (7, 3), "user": (7, 4), "assistant": (7, 5)}, dict.fromkeys(ROLES, 8), frozenset([7]), {}
     )
-    monkeypatch.setattr(engine_context(llm.llm_engine).markers, "_role_tokens", roles)
+    markers = engine_context(llm.llm_engine).markers
+    monkeypatch.setattr(markers, "_role_tokens", roles)
+    monkeypatch.setattr(markers, "_no_roles", None)
     readouts = {
         "user": {**READOUTS["late"], "positions": "user"},
         "rest": {**READOUTS["late"], "positions": "assistant"},
@@ -214,11 +218,31 @@ def test_parts_without_a_token_are_reported(llm: Any, truth: Truth) -> None:
     tokens = [*PROMPTS[0], 3, 9]
     output = run(llm, [prompt(*tokens)], [params(6, steering=edits, **fields)])[0]
     found = [(each.edit, each.reason, each.tokens) for each in output.steering_applied.no_effect]
+    assert output.outputs[0].steering_trace.gates.shape[1] == len(edits)
     unreached = {f"steering[{i}]": edit.tokens.to_wire() for i, edit in enumerate(edits) if i}
     assert found == [(path, "unreached", tokens) for path, tokens in unreached.items()]
     # The trace has a column for each edit: 0 at every token for those in the report, and for no other.
     gates = output.outputs[0].steering_trace.gates
     assert [not column.any() for column in gates.T] == [False, True, True, True, True]
+    # Stops, readouts and conditions of a part are reported as edits are.
+    probe, bound = READOUTS["late"], {"readout": "late", "above": -1e9}
+    wanted = params(
+        6,
+        readouts={"late": {**probe, "positions": "last_prompt"}, "seen": {**probe, "positions": "answer"}},
+        stop_on=[{**bound, "positions": "answer"}, {**bound, "tokens": 99}],
+        steering=[
+            add(layer=1, when=[{**bound, "window": "latch", "positions": part} for part in ("answer", "thinking")])
+        ],
+        **fields,
+    )
+    missed = run(llm, [prompt(*tokens)], [wanted])[0].steering_applied.no_effect
+    assert [(each.edit, each.tokens) for each in missed] == [
+        ("steering[0].when[0]", "answer"), ("readouts.seen", "answer"), ("stop_on[0]", "answer"),
+    ]  # fmt: skip
+    # A stop looks at generated tokens that ran through the model; of one token to generate, none does.
+    once = params(1, readouts={"late": {**probe, "positions": "all"}}, stop_on=[bound])
+    (note,) = run(llm, [prompt(*tokens)], [once])[0].steering_applied.no_effect
+    assert (note.edit, note.tokens) == ("stop_on[0]", "generated")
     closed = run(llm, [prompt(*tokens, 4)], [params(6, steering=edits, **fields)])[0]
     assert [each.edit for each in closed.steering_applied.no_effect] == ["steering[0]", "steering[2]", "steering[3]"]
 

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_steer import SamplingParams
 from vllm_steer.errors import SteeringError
+from vllm_steer.params import program_of
 from vllm_steer.program import Program, compile_program, resolve
 from vllm_steer.program.instructions import CODES
 from vllm_steer.spec import CaptureSpec, Edit, parse_readouts
@@ -246,7 +248,9 @@ def test_edits_of_strength_zero_keep_their_columns() -> None:
     program = compile_program(edits, edit_paths=[f"steering[{i}]" for i in range(len(edits))], readouts=readouts)
     assert [program.edit_source(number) for number in program.layout.gates] == [f"steering[{i}]" for i in range(3)]
     assert list(program.layout.live) == ["calm"]
-    assert program.edit_selections == ((program.edits[1].selector, ("steering[1]",)),) and not program.edit_parts
+    edits, readouts = program.selections
+    assert edits == (program.edits[1].selector, ("steering[1]",)) and not program.selected_parts
+    assert readouts[1] == ("readouts.first", "readouts.second")
     for token_program in resolve(program, 5, LAYERS).token_programs:
         run = [each for each in token_program.instructions if each.code in CODES.values()]
         assert [each.strength for each in run] == [0.5]
@@ -272,3 +276,22 @@ def test_stages_split_the_same_token_programs() -> None:
         assert sum(map(len, parts)) == len(everything)
         assert [row.num_instructions for row in rows] == [len(row.instructions) for row in rows]
         assert sum((row.captures for row in rows[1:]), ()) == rows[0].captures
+
+
+def test_equal_conditions_of_several_edits_count_once() -> None:
+    """Catches nine edits in the answer that count as eighteen conditions, and edits whose columns are mixed up."""
+    probe = {"probe": np.ones(4), "point": "post_block", "layer": 0}
+    latch = {"readout": "r", "above": 0.0, "window": "latch"}
+    edit = {"kind": "add", "point": "post_block", "layers": 1, "vector": np.ones(4)}
+    tokens = {"outside": [3, 4]}
+    made = [{**edit, "tokens": tokens}] * 9 + [{**edit, "tokens": "generated", "when": latch}] * 3
+    params = SamplingParams(readouts={"r": probe}, steering=[*made, {**edit, "tokens": tokens, "when": latch}])
+    program = program_of(params)
+    assert program is not None
+    assert program.num_conditions == (2, 2)
+    columns = list(program.layout.gates.values())
+    assert [len(set(columns[:9])), len(set(columns[9:12])), len(set(columns))] == [1, 1, 3]
+    assert list(program.layout.gates) == list(range(13))
+    dynamic = resolve(program, 5, 2).dynamic
+    assert dynamic is not None
+    assert len(dynamic.conditions) == sum(program.num_conditions)

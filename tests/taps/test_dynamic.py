@@ -54,13 +54,14 @@ def conditions(rng: np.random.Generator) -> list[DeviceCondition]:
 
 
 def part(rng: np.random.Generator) -> DeviceCondition:
-    """Return the condition of a part of the output, from a start token to an end token."""
-    start, end = rng.permutation(IDS)[:2]
+    """Return the condition of a part of the output, from a start token to an end token or a break."""
+    start, end, *breaks = rng.permutation(IDS)[:4]
+    breaks = [int(each) if rng.integers(0, 2) else kinds.NO_TOKEN for each in breaks]
     first = int(rng.integers(3, 6))
     return DeviceCondition(
         kind=kinds.PART, score=int(start), target=PART_COLUMN, first=first, stop=OPEN, count=int(end), start=first,
         number=int(rng.integers(0, 2)), threshold=0.0, sign=1.0, sharpness=0.0, release=0.0, release_sign=0.0,
-        opened=bool(rng.integers(0, 2)),
+        opened=bool(rng.integers(0, 2)), breaks=tuple(breaks),
     )  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def state_of(each: DeviceCondition, scores: np.ndarray) -> float:
     state = each.initial_state
     if each.kind == kinds.PART:
         for token in scores[each.first :, -1]:
-            state = 1.0 if token == each.score else 0.0 if token == each.count else state
+            state = 1.0 if token == each.score else 0.0 if token in (each.count, *each.breaks) else state
         return state
     for position, score in enumerate(scores[:, each.score].astype(float)):
         if not each.first <= position < each.stop or (each.mask and not scores[position, each.mask]):
@@ -160,7 +161,10 @@ def test_state_equals_a_loop_over_accepted_tokens(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_part_equals_a_loop_over_accepted_tokens(seed: int) -> None:
-    """Catches a part that begins or ends one token late, and markers of rejected drafts or of other requests."""
+    """Catches a part that begins or ends one token late, and markers of rejected drafts or of other requests.
+
+    A break that does not end the part, or that still belongs to it, is caught as well.
+    """
     rng = np.random.default_rng(seed)
     tables = make_tables()
     tables.initial[:, 1:] = 1.0
@@ -178,9 +182,9 @@ def test_part_equals_a_loop_over_accepted_tokens(seed: int) -> None:
             for index in range(begin, begin + count):
                 inside = each.opened
                 for token in tokens[slot][each.first :]:
-                    inside = (inside or token == each.score) and token != each.count
+                    inside = (inside or token == each.score) and token not in (each.count, *each.breaks)
                 tokens[slot].append(int(layout.token[index]))
-                inside |= tokens[slot][-1] == each.score
+                inside = tokens[slot][-1] == each.score or (inside and tokens[slot][-1] not in each.breaks)
                 expected = float(inside != bool(each.number)) if layout.position[index] >= each.start else 1.0
                 assert tables.record[index, PART_COLUMN] == expected
                 seen.add(expected)

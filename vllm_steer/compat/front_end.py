@@ -12,6 +12,7 @@ from vllm_steer.capture.row_payload import ROWS_REQUEST_ID
 from vllm_steer.compat.internals import CompletionOutput, EngineCoreRequest, RequestOutput
 from vllm_steer.compat.request_state import abort_siblings
 from vllm_steer.frontend.context import engine_context
+from vllm_steer.frontend.messages import messages_of
 from vllm_steer.frontend.outputs import consumers_paused, feed_controllers, take_rows
 from vllm_steer.frontend.requests import complete_params, complete_params_async, refuse_streaming_input
 from vllm_steer.metrics.stat_logger import install_stat_logger
@@ -29,7 +30,8 @@ def add_request(
     params = complete_params(engine_context(engine), _params_of(prompt, params))
     if isinstance(prompt, EngineCoreRequest):
         prompt.sampling_params = params
-    return original(engine, request_id, prompt, params, *args, **kwargs)
+    with messages_of(prompt):
+        return original(engine, request_id, prompt, params, *args, **kwargs)
 
 
 async def add_request_async(
@@ -41,7 +43,8 @@ async def add_request_async(
         refuse_streaming_input(params)
     if isinstance(prompt, EngineCoreRequest):
         prompt.sampling_params = params
-    return await original(engine, request_id, prompt, params, *args, **kwargs)
+    with messages_of(prompt):
+        return await original(engine, request_id, prompt, params, *args, **kwargs)
 
 
 def process_outputs(

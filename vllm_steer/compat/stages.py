@@ -13,6 +13,7 @@ a plugin interface of vLLM
 ``to_sampling_params``                request classes ignore fields that they do not know
 ``to_beam_search_params``             beam search would ignore them as well, and its prompts grow
 ``_extract_prompt_len``               a streamed response has started when the engine checks the prompt
+``render_chat``                       tokens alone do not tell a template's special tokens from those in a content
 ``add_request`` (engines)             global steering and modules become part of the request here
 ``assign_request_id``                 the last step that all entry points share; the request is complete
 ``OutputProcessor``                   outputs have no field for captured rows; their state has to follow each sample
@@ -63,6 +64,7 @@ _FIELDS = "vllm_steer.server.http.apply_fields"
 _CONTEXT = "vllm_steer.server.http.request_context"
 _FRONT_END = "vllm_steer.compat.front_end"
 _REQUESTS = "vllm_steer.frontend.requests"
+_MESSAGES = "vllm_steer.frontend.messages"
 _OUTPUTS = "vllm_steer.frontend.outputs"
 _STEERED_STATE = "vllm_steer.compat.request_state:SteeredRequestState"
 _STEERING_SCHEDULER = "vllm_steer.engine.scheduler:SteeringSchedulerMixin"
@@ -98,6 +100,15 @@ REQUEST_STAGES: tuple[Stage, ...] = (
                 Join(f"{request}.to_beam_search_params", BEFORE, f"{_FIELDS}:begin_beam_search")
                 for request in (_CHAT, _COMPLETION, _TRANSCRIPTION, _TRANSLATION)
             ),
+        ),
+    ),
+    Stage(
+        "chat prompt",
+        "the messages of a chat",
+        "an engine input: the tokens that the chat template renders, with the messages beside them",
+        (
+            Join("vllm.renderers.base:BaseRenderer.render_chat", AROUND, f"{_MESSAGES}:keep_messages"),
+            Join("vllm.renderers.base:BaseRenderer.render_chat_async", AROUND, f"{_MESSAGES}:keep_messages_async"),
         ),
     ),
     Stage(

@@ -20,6 +20,7 @@ from vllm_steer.program.dynamic import LENS, SAE_PREFIX, CompiledReadout
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.overflow import check_overflow
 from vllm_steer.program.program import CompiledCapture
+from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.sites import OF_THE_MODEL
 
 EXCEEDS = "the engine allows"
@@ -172,18 +173,20 @@ class Capabilities:
             raise SteeringError(f"{source}.top_k", f"is {readout.top_k}, but there are {heads[readout.head]} outputs")
 
     def _check_dynamic(self, program: Program) -> None:
+        conditions, spans = program.num_conditions
         needed = (
             (
                 "record_columns",
                 program.layout.width,
                 "record columns for readouts, gated edits, live strengths and parts",
             ),
-            ("max_conditions", program.num_conditions, "conditions"),
+            ("max_conditions", conditions + spans, f"conditions, {conditions} in when and stop_on, {spans} for parts"),
         )
+        source = READOUTS_FIELD if program.readouts else "steering"
         for name, count, unit in needed:
             limit = getattr(self.config, name)
             if count > limit:
-                raise SteeringError("readouts", f"needs {count} {unit}; {EXCEEDS} {limit} ({ENGINE_LIMITS[name].flag})")
+                raise SteeringError(source, f"needs {count} {unit}; {EXCEEDS} {limit} ({ENGINE_LIMITS[name].flag})")
         for i, edit in enumerate(program.edits):
             field = f"{program.edit_source(i)}.{'when' if edit.when or edit.live else 'tokens'}"
             if (edit.is_gated or edit.live) and self.no_readouts is not None:

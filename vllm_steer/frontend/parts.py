@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.messages import Messages, rendered_messages
 from vllm_steer.frontend.prompt_tokens import token_mask, without_placeholders
-from vllm_steer.frontend.roles import RoleTokens, read_role_tokens, read_template
+from vllm_steer.frontend.roles import RoleTokens, end_of_text, read_role_tokens, read_template
 from vllm_steer.params import PROGRAM_KEY, program_of
 from vllm_steer.program.bind import bind_to_prompt
-from vllm_steer.program.part import NO_TOKEN, CompiledPart
+from vllm_steer.program.part import NO_TOKEN, CompiledPart, Markers
 from vllm_steer.spec.part import IMAGE, Marker
 from vllm_steer.spec.scalars import shown
 
@@ -43,48 +44,103 @@ class PartMarkers:
         self._vllm_config = vllm_config
         self._chat_template = chat_template
         self._role_tokens: RoleTokens | None = None
+        self._no_roles: SteeringError | None = None
         self._given = given
         self._tool_parser = tool_parser
         self._named: dict[str, tuple[int, int]] = {}
 
-    def find(self, part: CompiledPart, tokenizer: Any, field: str) -> tuple[int, int] | None:
-        """Return the start and end token of a part; None if it is optional and the engine has none.
+    def find(self, part: CompiledPart, tokenizer: Any, field: str) -> Markers | None:
+        """Return the tokens that decide about a part; None if it is optional and the engine has none.
 
         Raises:
             SteeringError: The tokens are not known, or a marker is not one token.
         """
-        if not part.name:
-            return self._ids(part.start, part.end, tokenizer, field)
-        if part.name not in self._named:
-            markers = self._given.get(part.name) or self._of_parser(part.name, tokenizer, field)
-            if markers is None and part.optional:
+        ids = self._find_ids(part.name, part.optional, tokenizer, field) if part.name else None
+        if part.name and ids is None:
+            return None
+        start, end = ids or self._ids(part.start, part.end, tokenizer, field)
+        breaks = [self._end_of_message(tokenizer)]
+        if part.name == "thinking":
+            breaks.append(self._start_of_tool_call(tokenizer, field))
+        return Markers(start, end, tuple(each for each in breaks if each not in (start, end, NO_TOKEN)))
+
+    def _start_of_tool_call(self, tokenizer: Any, field: str) -> int:
+        """Return the token that begins a tool call, or :data:`NO_TOKEN` if it is not known."""
+        try:
+            ids = self._find_ids("tool_call", True, tokenizer, field)
+        except SteeringError:
+            ids = None  # an edit that selects tool calls gets the reason
+        return NO_TOKEN if ids is None else ids[0]
+
+    def _find_ids(self, name: str, optional: bool, tokenizer: Any, field: str) -> tuple[int, int] | None:
+        if name not in self._named:
+            markers = self._given.get(name) or self._of_parser(name, tokenizer, field)
+            if markers is None and optional:
                 return None
             if markers is None:
                 raise SteeringError(
                     field,
-                    f"this engine does not know which tokens mark {part.name}; start it with "
-                    f"{_PARSER_FLAGS[part.name]} or --steering-part {part.name}=START,END, or give both tokens: "
+                    f"this engine does not know which tokens mark {name}; start it with "
+                    f"{_PARSER_FLAGS[name]} or --steering-part {name}=START,END, or give both tokens: "
                     '{"between": [start, end]}',
                 )
             start, end = markers
-            self._named[part.name] = self._ids(start, end, tokenizer, f"{field} ({part.name})")
-        return self._named[part.name]
+            self._named[name] = self._ids(start, end, tokenizer, f"{field} ({name})")
+        return self._named[name]
 
-    def find_messages(self, role: str, prompt: Sequence[int], tokenizer: Any, field: str) -> list[tuple[int, int]]:
+    def find_messages(
+        self, role: str, prompt: Sequence[int], tokenizer: Any, messages: Messages | None, field: str
+    ) -> list[tuple[int, int]]:
         """Return the ranges of the messages of a role; the stop of a message that the prompt leaves open is `OPEN_END`.
 
         Raises:
-            SteeringError: The chat template does not mark the messages of the role exactly.
+            SteeringError: The chat template does not mark the messages of the role exactly, or a content contains its
+                marks.
         """
-        if self._role_tokens is None:
-            self._role_tokens = self._read_roles(tokenizer, field)
-        if role in self._role_tokens.problems:
+        roles = self._roles(tokenizer)
+        if self._no_roles is not None:
+            raise SteeringError(field, self._no_roles.problem)
+        if role in roles.problems:
             raise SteeringError(
                 field,
                 f"the chat template of this model does not mark the messages of the role {role}: "
-                f"{self._role_tokens.problems[role]}; {_GIVE_POSITIONS}",
+                f"{roles.problems[role]}; {_GIVE_POSITIONS}",
             )
-        return self._role_tokens.spans(role, prompt)
+        _refuse_written(messages, {*roles.starts, *roles.ends.values()}, tokenizer, field)
+        return roles.spans(role, prompt)
+
+    def open_message(self, prompt: Sequence[int], tokenizer: Any) -> Sequence[int]:
+        """Return the tokens of the message that a prompt leaves open; the whole prompt if no token bounds messages."""
+        return prompt[self._roles(tokenizer).open_message(prompt) :]
+
+    def check_written(
+        self, found: Markers, message: Sequence[int], tokenizer: Any, messages: Messages | None, field: str
+    ) -> None:
+        """Raise :class:`SteeringError` if text of earlier messages may decide about a part of the open message.
+
+        Args:
+            found: The tokens that decide about the part.
+            message: The tokens of the message that the prompt leaves open.
+            tokenizer: The engine's tokenizer.
+            messages: The prompt's messages; None for a raw prompt.
+            field: Path of the selector.
+        """
+        if messages is not None and messages.last_role not in self._roles(tokenizer).bounded:
+            _refuse_written(messages, {found.start, found.end, *found.breaks}.intersection(message), tokenizer, field)
+
+    def _end_of_message(self, tokenizer: Any) -> int:
+        """Return the token that ends the model's messages, or :data:`NO_TOKEN` if it is not known."""
+        return self._roles(tokenizer).ends.get("assistant", next(iter(end_of_text(tokenizer)), NO_TOKEN))
+
+    def _roles(self, tokenizer: Any) -> RoleTokens:
+        """Return the tokens of the chat template; only those of the tokenizer if its template cannot be read."""
+        if self._role_tokens is None:
+            try:
+                self._role_tokens = self._read_roles(tokenizer, "")
+            except SteeringError as error:
+                self._no_roles = error
+                self._role_tokens = RoleTokens({}, {}, frozenset(), {}, end_of_text(tokenizer))
+        return self._role_tokens
 
     def _read_roles(self, tokenizer: Any, field: str) -> RoleTokens:
         if tokenizer is None:
@@ -92,9 +148,10 @@ class PartMarkers:
         template = read_template(self._chat_template) if self._chat_template else None
         if self._chat_template and template is None:
             raise SteeringError(field, f"--chat-template is not a file that can be read; {_GIVE_POSITIONS}")
-        if template is None and not getattr(tokenizer, "chat_template", None):
+        lists_tokens = hasattr(tokenizer, "added_tokens_decoder")
+        if lists_tokens and template is None and not getattr(tokenizer, "chat_template", None):
             raise SteeringError(field, f"the tokenizer has no chat template (--chat-template); {_GIVE_POSITIONS}")
-        if not hasattr(tokenizer, "added_tokens_decoder"):
+        if not lists_tokens and not hasattr(tokenizer, "all_special_ids"):
             raise SteeringError(field, f"the tokenizer does not list its special tokens; {_GIVE_POSITIONS}")
         return read_role_tokens(tokenizer, template)
 
@@ -129,7 +186,8 @@ def bind_request(request: Any, input_processor: Any, markers: PartMarkers) -> No
     """Replace the program of an engine request by the one for its prompt, if they differ.
 
     Raises:
-        SteeringError: A message or an image of the program is not in the prompt, or the tokens of a part are not known.
+        SteeringError: A message or an image of the program is not in the prompt, the tokens of a part are not known, or
+            the text of a message contains the tokens that would decide.
     """
     program = program_of(request.sampling_params)
     if program is None or not program.needs_prompt:
@@ -139,12 +197,35 @@ def bind_request(request: Any, input_processor: Any, markers: PartMarkers) -> No
         raise SteeringError("steering", "parts of a conversation need a prompt of tokens, not of embeddings")
     prompt = without_placeholders(request.prompt_token_ids, token_mask(request))
 
-    def ranges(name: str, field: str) -> list[tuple[int, int]]:
-        return _images(request) if name == IMAGE else markers.find_messages(name, prompt, tokenizer, field)
+    messages = rendered_messages()
+    message = markers.open_message(prompt, tokenizer)
 
-    bound = bind_to_prompt(program, prompt, ranges, lambda part, field: markers.find(part, tokenizer, field))
+    def ranges(name: str, field: str) -> list[tuple[int, int]]:
+        return _images(request) if name == IMAGE else markers.find_messages(name, prompt, tokenizer, messages, field)
+
+    def find(part: CompiledPart, field: str) -> Markers | None:
+        found = markers.find(part, tokenizer, field)
+        if found is not None:
+            markers.check_written(found, message, tokenizer, messages, field)
+        return found
+
+    bound = bind_to_prompt(program, message, ranges, find)
     request.sampling_params = params = copy.copy(request.sampling_params)
     params.extra_args = {**params.extra_args, PROGRAM_KEY: bound.encode_cached()}
+
+
+def _refuse_written(messages: Messages | None, tokens: Iterable[int], tokenizer: Any, field: str) -> None:
+    """Raise :class:`SteeringError` if the text of a message contains one of these tokens."""
+    if messages is None or not hasattr(tokenizer, "added_tokens_decoder"):
+        return  # Mistral's tokenizers make no special tokens of text
+    for token in tokens:
+        text = tokenizer.decode([token])
+        if messages.contain(text):
+            raise SteeringError(
+                field,
+                f"a message contains {shown(text)}, with which the chat template marks messages or parts, so that its "
+                f"text would decide what is selected; remove it from the message, or {_GIVE_POSITIONS}",
+            )
 
 
 def _images(request: Any) -> list[tuple[int, int]]:

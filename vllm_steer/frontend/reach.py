@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits of a finished sample that no token reached.
+"""Edits, conditions, readouts and stops of a finished sample that no token reached.
 
 All prompt tokens and all generated tokens but the last run through the model; the last as well if its readout has
-ended the sample. Whether an edit reached one of them
-follows from its selector and the number of tokens or, for a part of the output, from the tokens themselves, so the
-engine reports nothing. Prefix caching does not matter,
+ended the sample. Whether a selection has one of them follows from its selector and the number of tokens or, for a part
+of the output, from the tokens themselves, so the engine reports nothing. Prefix caching does not matter,
 because a block is only reused under the same edits; neither do preemption and rejected drafts.
 """
 
@@ -21,7 +20,7 @@ from vllm_steer.registry.schema import NoEffect
 from vllm_steer.spec import Selector
 
 Unreached: TypeAlias = tuple[tuple[str, Selector], ...]
-"""Path and selector of each edit that a sample did not reach."""
+"""Path and selector of each selection that a sample did not reach."""
 
 _SELECTIONS, _PARTS = "_steering_selections", "_steering_parts"
 _BY_SAMPLE = "_steering_unreached"
@@ -29,22 +28,23 @@ _LISTENER = "_steering_reach_listener"
 
 
 def record_selections(output_processor: Any, request: Any) -> None:
-    """Store the selectors of a sample's edits on its state."""
+    """Store the selectors of a sample's program on its state."""
     program = program_of(request.sampling_params)
-    if program is not None and program.edits:
+    if program is not None:
         state = output_processor.request_states[request.request_id]
-        setattr(state, _SELECTIONS, program.edit_selections)
-        if parts := program.edit_parts:
+        if selections := program.selections:
+            setattr(state, _SELECTIONS, selections)
+        if parts := program.selected_parts:
             setattr(state, _PARTS, parts)
 
 
 def on_reach(state: Any, listener: Callable[[Any, Unreached], None]) -> None:
-    """Call ``listener(state, unreached)`` when a sample with edits has finished."""
+    """Call ``listener(state, unreached)`` when a sample with edits or readouts has finished."""
     setattr(state, _LISTENER, listener)
 
 
 def record_reach(state: Any, num_forwarded: int) -> None:
-    """Record which edits a sample that has finished did not reach.
+    """Record what a sample that has finished did not reach.
 
     Args:
         state: vLLM's state of the sample.
@@ -81,7 +81,7 @@ def record_reach(state: Any, num_forwarded: int) -> None:
 
 
 def unreached_edits(state: Any) -> tuple[NoEffect, ...]:
-    """Return the edits that the finished samples of a sample's request did not reach."""
+    """Return what the finished samples of a sample's request did not reach."""
     by_sample: Mapping[int, Unreached] | None = getattr(
         state if state.parent_req is None else state.parent_req, _BY_SAMPLE, None
     )
@@ -89,7 +89,7 @@ def unreached_edits(state: Any) -> tuple[NoEffect, ...]:
 
 
 def as_no_effect(by_choice: Mapping[int, Iterable[tuple[str, Selector]]]) -> tuple[NoEffect, ...]:
-    """Return one entry per edit that some choices did not reach."""
+    """Return one entry per path that some choices did not reach."""
     choices: dict[tuple[str, Selector], list[int]] = {}
     for choice in sorted(by_choice):
         for key in by_choice[choice]:

@@ -3,14 +3,15 @@
 
 The template is rendered for conversations whose contents differ. A role's header is what all of its messages begin
 with, from the special token in front of the role on. A role is refused unless its messages are found exactly in all
-of these conversations.
+of these conversations. The tokens that begin and end messages of any role also tell which message a prompt leaves open.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,8 @@ _CONVERSATIONS = (("system", "user", "assistant", "user"), ("user", "assistant",
 _CONTENTS = ("alpha {}", "7 {} 7", "\n\nbeta {}\n", " gamma {} ", "'{}'")
 """Contents whose first and last characters merge with different neighbors; ``{}`` is the place of :data:`_MARK`."""
 _MARK = "K{}Q"
+_CALL = "toolcall0"
+"""Id of a tool call; Mistral's have 9 characters."""
 _MAX_CHARS = 160
 _FAILURES = (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 """Errors of templates that do not accept a conversation."""
@@ -42,6 +45,15 @@ class RoleTokens:
     """First tokens of messages; each ends an open message."""
     problems: Mapping[str, str]
     """Reasons why the messages of a role cannot be found, by role."""
+    boundaries: frozenset[int] = frozenset()
+    """Tokens that begin or end messages, also of roles that cannot be found and of tools, and the end of the text."""
+    bounded: frozenset[str] = frozenset()
+    """Roles behind whose contents there is a boundary, also at the end of a prompt."""
+
+    def open_message(self, prompt: Sequence[int]) -> int:
+        """Return the position of the last boundary of a prompt, from which on its last message is; 0 without any."""
+        places = np.flatnonzero(np.isin(np.asarray(prompt), list(self.boundaries)))
+        return int(places[-1]) if len(places) else 0
 
     def spans(self, role: str, prompt: Sequence[int]) -> list[tuple[int, int]]:
         """Return the ranges of the messages of ``role``; the stop of a message that does not end is ``OPEN_END``."""
@@ -76,7 +88,7 @@ class _Rendered:
 
 def read_role_tokens(tokenizer: Any, template: str | None) -> RoleTokens:
     """Return the tokens of the roles of a chat template, by default of the tokenizer's own."""
-    added = frozenset(tokenizer.added_tokens_decoder)
+    added = frozenset(getattr(tokenizer, "added_tokens_decoder", None) or tokenizer.all_special_ids)
     problems: dict[str, str] = {}
     rendered: list[_Rendered] = []
     generation: tuple[int, ...] = ()
@@ -89,8 +101,12 @@ def read_role_tokens(tokenizer: Any, template: str | None) -> RoleTokens:
         rendered += made
         for role in roles:
             problems.pop(role, None)
+    after_tool = _find_end_of_tool(tokenizer, template, added)
+    behind = [set(each.ids[stop : stop + 1]) for each in rendered for _, stop in each.contents]
+    boundaries = frozenset().union(end_of_text(tokenizer), after_tool, *behind)
+    bounded = frozenset(("user", "assistant") if behind and all(behind) else ()) | ({"tool"} if after_tool else set())
     if not rendered:
-        return RoleTokens({}, {}, frozenset(), MappingProxyType(problems))
+        return RoleTokens({}, {}, frozenset(), MappingProxyType(problems), boundaries, bounded)
     shared = generation[0] if generation and generation[0] in added else None
     found = _find_headers(rendered, generation, shared, added, dict(problems))
     if found.headers.get("system", ()) == found.headers.get("user", (0,)):
@@ -104,7 +120,13 @@ def read_role_tokens(tokenizer: Any, template: str | None) -> RoleTokens:
     for role in found.headers:
         if not all(_is_exact(found, role, each) for each in rendered):
             problems.setdefault(role, "its tokens do not separate the messages")
-    return found
+    return replace(found, boundaries=boundaries | found.starts, bounded=bounded)
+
+
+def end_of_text(tokenizer: Any) -> frozenset[int]:
+    """Return the token with which the tokenizer ends a text, if it has one."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(() if end is None else (end,))
 
 
 def read_template(value: str) -> str | None:
@@ -124,7 +146,7 @@ def _render_all(
     made = []
     for shift in range(len(_CONTENTS)):
         marks = [_MARK.format(i) for i in range(len(roles))]
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": role, "content": _CONTENTS[(i + shift) % len(_CONTENTS)].format(mark)}
             for i, (role, mark) in enumerate(zip(roles, marks, strict=True))
         ]
@@ -134,7 +156,27 @@ def _render_all(
     return made, generation
 
 
-def _tokens(tokenizer: Any, template: str | None, messages: list[dict[str, str]], generates: bool) -> tuple[int, ...]:
+def _find_end_of_tool(tokenizer: Any, template: str | None, added: frozenset[int]) -> frozenset[int]:
+    """Return the special token behind the result of a tool, as a set; empty if the template has none."""
+    content = _MARK.format(0)
+    call = {"id": _CALL, "type": "function", "function": {"name": "read", "arguments": {}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "alpha"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": _CALL, "name": "read", "content": content},
+    ]
+    try:
+        ids = _tokens(tokenizer, template, messages, True)
+        ((_, stop),) = _find_contents(tokenizer, ids, [content], added)
+    except _FAILURES:
+        return frozenset()
+    return frozenset(ids[stop : stop + 1])
+
+
+def _tokens(tokenizer: Any, template: str | None, messages: list[dict[str, Any]], generates: bool) -> tuple[int, ...]:
+    if not hasattr(tokenizer, "added_tokens_decoder"):
+        # Mistral's tokenizers have no text between messages and tokens, and no generation prompt.
+        return tuple(tokenizer.apply_chat_template(copy.deepcopy(messages), add_generation_prompt=True))
     options = {} if template is None else {"chat_template": template}
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generates, **options)
     return tuple(tokenizer.encode(text, add_special_tokens=False))

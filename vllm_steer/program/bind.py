@@ -9,33 +9,33 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
-from vllm_steer.program.part import CompiledPart, bound_parts
+from vllm_steer.program.part import CompiledPart, Markers, bound_parts
 from vllm_steer.program.program import Program
-from vllm_steer.spec.condition import STOP_FIELD, condition_source
+from vllm_steer.spec.condition import condition_source, stop_source
 from vllm_steer.spec.part import IMAGE, PROMPT_PARTS
 from vllm_steer.spec.selector import OPEN_END, Wire
 
-FindMarkers = Callable[[CompiledPart, str], tuple[int, int] | None]
+FindMarkers = Callable[[CompiledPart, str], Markers | None]
 Ranges = Sequence[tuple[int, int]]
 FindRanges = Callable[[str, str], Ranges]
 
 
-def bind_to_prompt(program: Program, prompt: Sequence[int], ranges: FindRanges, find: FindMarkers) -> Program:
+def bind_to_prompt(program: Program, message: Sequence[int], ranges: FindRanges, find: FindMarkers) -> Program:
     """Return the program with everything filled in that depends on the model's tokens and on the prompt.
 
     Args:
         program: The program.
-        prompt: The prompt's tokens.
+        message: The tokens of the message that the prompt leaves open, which alone decide whether a part has begun.
         ranges: Returns the positions of messages or images as ascending ranges; the stop of an open one is
             ``OPEN_END``. It gets the name of the part and the path of the field.
-        find: Returns the start and end token of a part, or None to leave the part out. It gets the path of the field.
+        find: Returns the markers of a part, or None to leave the part out. It gets the path of the field.
 
     Raises:
         SteeringError: The tokens of a part are not known, or the prompt has no such message or image.
     """
 
     def parts_of(parts: tuple[CompiledPart, ...], field: str) -> tuple[CompiledPart, ...]:
-        return bound_parts(parts, lambda part: find(part, field), prompt) if parts else parts
+        return bound_parts(parts, lambda part: find(part, field), message) if parts else parts
 
     edits = []
     for number, edit in enumerate(program.edits):
@@ -58,7 +58,7 @@ def bind_to_prompt(program: Program, prompt: Sequence[int], ranges: FindRanges, 
         tokens = _positions(readout.tokens, ranges, field)
         readouts.append(msgspec.structs.replace(readout, tokens=tokens, parts=parts_of(readout.parts, field)))
     stops = [
-        msgspec.structs.replace(stop, parts=parts_of(stop.parts, f"{STOP_FIELD}[{i}].positions"))
+        msgspec.structs.replace(stop, parts=parts_of(stop.parts, f"{stop_source(i)}.positions"))
         for i, stop in enumerate(program.stops)
     ]
     return msgspec.structs.replace(program, edits=tuple(edits), readouts=tuple(readouts), stops=tuple(stops))

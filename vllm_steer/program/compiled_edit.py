@@ -16,7 +16,7 @@ from vllm_steer.program.part import CompiledPart
 from vllm_steer.spec import Selector, content_digest
 from vllm_steer.spec.selector import Wire
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 """Version of the wire form of programs."""
 
 _ALL = Selector("all").to_wire()

@@ -14,14 +14,14 @@ from math import inf, nan
 import msgspec
 
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.program.part import CompiledPart
+from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
 from vllm_steer.spec import OPEN_END, Selector
 from vllm_steer.spec.mlp import ACTIVATIONS
 from vllm_steer.spec.selector import Wire
 
 TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, MEAN, MAX, EMA, HELD, PART, STOP = range(1, 13)
 """Kinds of conditions on the device; 0 is none. :data:`PART` looks at the token itself instead of a readout."""
-CONDITION_FIELDS, BOUND_FIELDS = 9, 6
+CONDITION_FIELDS, BOUND_FIELDS = 11, 6
 """Integers and numbers of a condition on the device."""
 WINDOW_CODES: dict[str, int] = {"token": TOKEN, "previous": PREVIOUS, "latch": LATCH}
 OVER_CODES: dict[str, int] = {"mean": PROMPT_MEAN, "max": PROMPT_MAX, "last": PROMPT_LAST}
@@ -147,11 +147,12 @@ class RecordLayout:
     readouts: tuple[int, ...]
     """First column of each readout."""
     gates: dict[int, int]
-    """Column of the factor of each edit with conditions or in a part, by edit index."""
+    """Column of the factor of each edit with conditions or in a part, by edit index. Equal edits share a column."""
     live: dict[str, int]
     """Column of each live strength."""
     parts: dict[tuple[CompiledPart, ...], int]
-    """Column of each selection of parts by readouts, conditions and stops: 1 for its tokens, 0 for others."""
+    """Column of each selection of parts by edits without conditions, readouts, conditions and stops: 1 for its tokens,
+    0 for others."""
     width: int
     """Number of columns."""
 
@@ -160,8 +161,8 @@ class RecordLayout:
 class DeviceCondition:
     """A condition resolved for a prompt length, in the form of the device tables.
 
-    The state of a :data:`PART` is 1 after its start token and 0 after its end token. ``score`` and ``count`` are these
-    tokens, and ``number`` is 1 for tokens outside.
+    The state of a :data:`PART` is 1 after its start token, and 0 after its end token and after ``breaks``. ``score``
+    and ``count`` are the first two, and ``number`` is 1 for tokens outside.
     """
 
     kind: int
@@ -191,6 +192,8 @@ class DeviceCondition:
     """Column that is not 0 for the tokens that are folded; 0 for all."""
     opened: bool = False
     """Whether a :data:`PART` has begun in the prompt."""
+    breaks: tuple[int, ...] = (NO_TOKEN,) * MAX_BREAKS
+    """Tokens that end a :data:`PART` without belonging to it, :data:`~vllm_steer.program.part.MAX_BREAKS` of them."""
 
     @property
     def initial_state(self) -> float:
@@ -205,7 +208,8 @@ class DeviceCondition:
     def fields(self) -> tuple[int, ...]:
         """The integers of the condition on the device, :data:`CONDITION_FIELDS` of them."""
         return (
-            self.kind, self.score, self.target, self.first, self.stop, self.count, self.start, self.number, self.mask
+            self.kind, self.score, self.target, self.first, self.stop, self.count, self.start, self.number, self.mask,
+            *self.breaks,
         )  # fmt: skip
 
     @property

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,7 +14,18 @@ from vllm_steer.spec.part import Marker, Span
 from vllm_steer.spec.selector import Selector
 
 NO_TOKEN = -1
-"""End of a span that lasts until the request ends."""
+"""End of a span that lasts until the message ends."""
+MAX_BREAKS = 2
+
+
+class Markers(NamedTuple):
+    """Tokens that decide about a span."""
+
+    start: int
+    end: int
+    breaks: tuple[int, ...] = ()
+    """Tokens that end the span without belonging to it, at most :data:`MAX_BREAKS`: the end of the message and, for the
+    thinking, the start of a tool call."""
 
 
 class CompiledPart(msgspec.Struct, frozen=True, array_like=True):
@@ -32,20 +44,24 @@ class CompiledPart(msgspec.Struct, frozen=True, array_like=True):
     """Whether the part is left out on engines that do not know the tokens of its span."""
     bound: bool = False
     """Whether the ids are filled in and the prompt has been read."""
+    breaks: tuple[int, ...] = ()
+    """Tokens that end the span without belonging to it, filled in with the ids."""
 
     def covers(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which of ``tokens``, the generated ones from the first on, belong to the part, which is bound."""
-        places = np.flatnonzero((tokens == self.start) | (tokens == self.end))
+        breaks = np.isin(tokens, self.breaks)
+        places = np.flatnonzero((tokens == self.start) | (tokens == self.end) | breaks)
         opened = np.concatenate([[self.opened], tokens[places] == self.start])
         number = np.searchsorted(places, np.arange(len(tokens)), "right")
-        # A token belongs to the span that is open before or after it.
-        inside = opened[number] | np.concatenate([[self.opened], opened[number][:-1]])[: len(tokens)]
+        # A token belongs to the span that is open before or after it, except that a break does not belong to it.
+        before = np.concatenate([[self.opened], opened[number][:-1]])[: len(tokens)]
+        inside = opened[number] | (before & ~breaks)
         return np.asarray(inside != self.outside)
 
-    def after(self, prompt: Sequence[int]) -> bool:
-        """Return whether the span is open at the end of a prompt, which has -1 at positions without a token."""
-        for token in reversed(prompt):
-            if token != NO_TOKEN and token in (self.start, self.end):
+    def after(self, message: Sequence[int]) -> bool:
+        """Return whether the span is open at the end of a message, which has -1 at positions without a token."""
+        for token in reversed(message):
+            if token != NO_TOKEN and token in (self.start, self.end, *self.breaks):
                 return token == self.start
         return self.opened
 
@@ -72,20 +88,20 @@ def selector_of(parts: tuple[CompiledPart, ...]) -> Selector:
 
 def bound_parts(
     parts: tuple[CompiledPart, ...],
-    find: Callable[[CompiledPart], tuple[int, int] | None],
-    prompt: Sequence[int],
+    find: Callable[[CompiledPart], Markers | None],
+    message: Sequence[int],
 ) -> tuple[CompiledPart, ...]:
     """Return parts with their token ids, in the state at the end of a prompt.
 
     Args:
         parts: Parts of one selection.
-        find: Returns start and end of a part, or None to leave it out.
-        prompt: The prompt's tokens.
+        find: Returns the markers of a part, or None to leave it out.
+        message: The tokens of the message that the prompt leaves open.
     """
     filled = []
     for part in parts:
-        ids = find(part)
-        if ids is not None:
-            part = msgspec.structs.replace(part, start=ids[0], end=ids[1])
-            filled.append(msgspec.structs.replace(part, opened=part.after(prompt), optional=False, bound=True))
+        found = find(part)
+        if found is not None:
+            part = msgspec.structs.replace(part, start=found.start, end=found.end, breaks=found.breaks)
+            filled.append(msgspec.structs.replace(part, opened=part.after(message), optional=False, bound=True))
     return tuple(filled)

@@ -31,6 +31,7 @@ from vllm_steer.program.instructions import CODES, KIND_OF
 from vllm_steer.program.part import CompiledPart
 from vllm_steer.program.program_cache import CachedProgram, ProgramCache
 from vllm_steer.spec import Selector, content_digest, projection_digest
+from vllm_steer.spec.condition import condition_source, stop_source
 from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
 from vllm_steer.spec.selector import Wire
 
@@ -150,22 +151,35 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         return self.sources[len(self.edits) + index] if self.sources else "capture"
 
     @cached_property
-    def edit_selections(self) -> tuple[tuple[Selector, tuple[str, ...]], ...]:
-        """The distinct selectors of the edits that are not in parts of the output, with the paths of their edits.
+    def selections(self) -> tuple[tuple[Selector, tuple[str, ...]], ...]:
+        """The distinct selectors of edits, readouts and stops outside of parts of the output, with their paths.
 
-        Edits of strength 0 are left out here, in `edit_parts` and in `zero_edits`: they are reported as such.
+        Edits of strength 0 are left out here, in `selected_parts` and in `zero_edits`: they are reported as such.
         """
         paths: dict[Selector, dict[str, None]] = {}
         for index, edit in enumerate(self.edits):
             if edit.strength and not edit.parts:
                 paths.setdefault(edit.selector, {})[self.edit_source(index)] = None
+        for index, readout in enumerate(self.readouts):
+            if not readout.parts:
+                paths.setdefault(readout.selector, {})[self.readout_source(index)] = None
+        for index, stop in enumerate(self.stops):
+            if not stop.parts:
+                paths.setdefault(Selector("generated"), {})[stop_source(index)] = None
         return tuple((selector, tuple(sources)) for selector, sources in paths.items())
 
     @cached_property
-    def edit_parts(self) -> tuple[tuple[tuple[CompiledPart, ...], str], ...]:
-        """The parts of each edit in a part of the output, with the path of the edit."""
-        edits = [(edit, self.edit_source(index)) for index, edit in enumerate(self.edits) if edit.strength]
-        return tuple((edit.parts, source) for edit, source in edits if edit.parts)
+    def selected_parts(self) -> tuple[tuple[tuple[CompiledPart, ...], str], ...]:
+        """The parts of the output of each edit, condition, readout and stop that has some, with its path."""
+        found: list[tuple[tuple[CompiledPart, ...], str]] = []
+        for index, edit in enumerate(self.edits):
+            source = self.edit_source(index)
+            if edit.strength:
+                found.append((edit.parts, source))
+                found += [(each.parts, condition_source(source, i, len(edit.when))) for i, each in enumerate(edit.when)]
+        found += [(each.parts, self.readout_source(index)) for index, each in enumerate(self.readouts)]
+        found += [(each.parts, stop_source(index)) for index, each in enumerate(self.stops)]
+        return tuple((parts, source) for parts, source in found if parts)
 
     @cached_property
     def zero_edits(self) -> tuple[str, ...]:
@@ -222,10 +236,24 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
 
     @cached_property
     def part_selections(self) -> tuple[tuple[CompiledPart, ...], ...]:
-        """The distinct selections of parts by readouts, conditions and stops."""
+        """The distinct selections of parts by edits without conditions, readouts, conditions and stops."""
+        edits = (edit.parts for edit in self.edits if not edit.when)
         conditions = (each.parts for edit in self.edits for each in edit.when)
-        found = (*(each.parts for each in self.readouts), *(each.parts for each in self.stops), *conditions)
+        found = (*edits, *(each.parts for each in self.readouts), *(each.parts for each in self.stops), *conditions)
         return tuple(dict.fromkeys(parts for parts in found if parts))
+
+    @cached_property
+    def gate_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The edits with conditions, by index, in groups whose conditions are equal.
+
+        A condition of the window ``token`` is an instruction at a site, so its edit is a group of its own.
+        """
+        groups: dict[Any, list[int]] = {}
+        for number, edit in enumerate(self.edits):
+            if edit.when:
+                own = any(each.kind == TOKEN for each in edit.when)
+                groups.setdefault(number if own else (edit.when, edit.parts), []).append(number)
+        return tuple(map(tuple, groups.values()))
 
     @cached_property
     def needs_prompt(self) -> bool:
@@ -249,22 +277,27 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             column += readout.width
         gates: dict[int, int] = {}
         live: dict[str, int] = {}
-        for number, edit in enumerate(self.edits):
-            if edit.is_gated:
-                gates[number] = column
-                column += 1
+        for group in self.gate_groups:
+            gates |= dict.fromkeys(group, column)
+            column += 1
         for edit in self.edits:
             if edit.live and edit.live not in live:
                 live[edit.live] = column
                 column += 1
         parts = {selection: column + i for i, selection in enumerate(self.part_selections)}
-        return RecordLayout(tuple(readouts), gates, live, parts, column + len(parts))
+        gates |= {i: parts[edit.parts] for i, edit in enumerate(self.edits) if edit.parts and not edit.when}
+        return RecordLayout(tuple(readouts), dict(sorted(gates.items())), live, parts, column + len(parts))
 
     @cached_property
-    def num_conditions(self) -> int:
-        """Number of conditions of all edits and stops, and of spans of parts."""
-        conditions = sum(len(edit.when) + len(edit.parts) for edit in self.edits)
-        return conditions + len(self.stops) + sum(map(len, self.part_selections))
+    def num_conditions(self) -> tuple[int, int]:
+        """Number of distinct conditions in ``when`` and in stops, and of the spans of parts that they and others need.
+
+        Spans that the engine may not have count once the front end has found them.
+        """
+        gated = [self.edits[group[0]] for group in self.gate_groups]
+        selections = (*(edit.parts for edit in gated), *self.part_selections)
+        spans = sum(not part.optional for selection in selections for part in selection)
+        return sum(len(edit.when) for edit in gated) + len(self.stops), spans
 
     @cached_property
     def dynamic_digest(self) -> bytes:

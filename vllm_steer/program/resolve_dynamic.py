@@ -18,7 +18,7 @@ from vllm_steer.program.dynamic import (
     DeviceCondition,
     Dynamic,
 )
-from vllm_steer.program.part import NO_TOKEN, CompiledPart
+from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
 from vllm_steer.program.program import Program
 from vllm_steer.spec.condition import condition_source
 from vllm_steer.spec.selector import OPEN_END, Interval
@@ -68,9 +68,11 @@ def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
         needed.append(intervals[0][0])
     for selection, column in layout.parts.items():
         conditions += _resolve_parts(selection, column, prompt_len)
+    decided = set(layout.parts.values())
     for number, edit in enumerate(program.edits):
         source = program.edit_source(number)
-        conditions += _resolve_parts(edit.parts, layout.gates.get(number, STOP_COLUMN), prompt_len)
+        target = layout.gates.get(number, STOP_COLUMN)
+        own = _resolve_parts(edit.parts, target, prompt_len)
         for i, condition in enumerate(edit.when):
             if condition.kind == TOKEN:
                 continue
@@ -83,10 +85,13 @@ def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
                     'tokens="generated", or the window "token"',
                 )
             score, mask = layout.readouts[condition.readout], layout.parts.get(condition.parts, 0)
-            resolved = _resolve_condition(condition, score, layout.gates[number], mask, prompt_len, field)
+            own.append(_resolve_condition(condition, score, target, mask, prompt_len, field))
             if condition.kind in OF_PROMPT:
-                needed.append(resolved.first)
-            conditions.append(resolved)
+                needed.append(own[-1].first)
+        # Edits with equal conditions share a column.
+        if target not in decided:
+            conditions += own
+            decided.add(target)
     for number, stop in enumerate(program.stops):
         conditions.append(
             DeviceCondition(
@@ -157,6 +162,7 @@ def _resolve_parts(parts: tuple[CompiledPart, ...], column: int, prompt_len: int
             start=prompt_len,
             number=int(part.outside),
             opened=part.opened,
+            breaks=(*part.breaks, *[NO_TOKEN] * (MAX_BREAKS - len(part.breaks))),
             **_numbers(CompiledBound(True, 0.0), 0.0, None),
         )
         for part in parts

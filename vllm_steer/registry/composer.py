@@ -133,7 +133,7 @@ def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot) -> dict[str, 
         joined = join([*global_programs, *named, *([] if own is None else [own])])
         composed[PROGRAM_KEY] = joined.encode_cached()
     idle = _read_idle(steering_args)
-    if modules or snapshot.steering_digest is not None or idle or (own is not None and own.edits):
+    if modules or snapshot.steering_digest is not None or idle or (own is not None and (own.edits or own.readouts)):
         idle += [f"{MODULES_FIELD}[{i}]" for i, each in enumerate(modules) if each.scale == 0.0]
         no_effect = [{"edit": path, "reason": "zero_strength"} for path in idle]
         no_effect += [{"edit": path, "reason": "zero_vector"} for path in (() if joined is None else joined.zero_edits)]

@@ -24,16 +24,17 @@ class ModuleUse(_Answer):
 
 
 class NoEffect(_Answer):
-    """An edit that changed nothing."""
+    """An edit, condition, readout or stop that had no effect."""
 
     edit: str
-    """Path of the edit in the request, `steering_modules[i]`, or `global steering`."""
+    """Path in the request, such as `steering[0]`, `steering[0].when`, `readouts.name` or `stop_on[0]`;
+    `steering_modules[i]`, or `global steering`."""
     reason: Literal["unreached", "zero_vector", "zero_strength"]
-    """`unreached`: no token of the request was one of the edit's. The others were known from the start."""
+    """`unreached`: no token of the request was one of its tokens. The others were known from the start."""
     tokens: str | list[int | list[int | None]] | dict[str, Any] | None = None
-    """Tokens of an unreached edit."""
+    """Tokens of which none was reached."""
     choices: tuple[int, ...] | None = None
-    """Choices (samples) in which an unreached edit reached no token, by index; null for the other reasons."""
+    """Choices (samples) in which none of the tokens was reached, by index; null for the other reasons."""
 
 
 class SteeringApplied(_Answer):
@@ -48,8 +49,8 @@ class SteeringApplied(_Answer):
     request: str | None
     """Digest of the request's own compiled edits, or null if it had none."""
     no_effect: tuple[NoEffect, ...] = ()
-    """Edits that changed nothing; omitted from JSON if there are none. Unreached edits are known when the request has
-    finished: a stream that has any ends with one more event."""
+    """Edits, conditions, readouts and stops that had no effect; omitted from JSON if there are none. Unreached ones are
+    known when the request has finished: a stream that has any ends with one more event."""
 
 
 class Content(_Answer):

@@ -256,12 +256,17 @@ def parse_stops(value: object) -> tuple[Stop, ...]:
         )
     if not 1 <= len(value) <= MAX_STOPS:
         raise SteeringError(STOP_FIELD, f"has {len(value)} conditions; give 1 to {MAX_STOPS}, or omit it")
-    return tuple(_read_stop(each, f"{STOP_FIELD}[{i}]") for i, each in enumerate(value))
+    return tuple(_read_stop(each, stop_source(i)) for i, each in enumerate(value))
 
 
 def condition_source(edit_path: str, index: int, count: int) -> str:
     """Return the path of one of the ``count`` conditions of an edit."""
     return f"{edit_path}.when" if count == 1 else f"{edit_path}.when[{index}]"
+
+
+def stop_source(index: int) -> str:
+    """Return the path of a stop."""
+    return f"{STOP_FIELD}[{index}]"
 
 
 def _read_stop(value: object, field: str) -> Stop:

@@ -69,7 +69,8 @@ class SpanForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     opened: Annotated[
         bool,
         msgspec.Meta(
-            description="`between` and `outside`: whether the span has begun if the prompt has neither of its tokens."
+            description="`between` and `outside`: whether the span has begun if the message that the prompt leaves "
+            "open has none of the tokens that begin or end it."
         ),
     ] = False
 
@@ -84,7 +85,7 @@ class Span:
     end: Marker = ""
     outside: bool = False
     opened: bool = False
-    """Whether the span has begun if neither of its tokens is in the prompt."""
+    """Whether the span has begun if none of its tokens is in the message that the prompt leaves open."""
     optional: bool = False
     """Whether the span is left out on engines whose model does not have it."""
 

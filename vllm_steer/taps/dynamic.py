@@ -116,7 +116,9 @@ def fold_records(tables: Tables, layout: BatchLayout, num_conditions: int) -> No
 
 
 def _inside_span(layout: BatchLayout, field: torch.Tensor, state: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
-    """Return whether each token is in the span of its request's condition, ``[tokens]``; both ends are inside.
+    """Return whether each token is in the span of its request's condition, ``[tokens]``.
+
+    Both ends of the span are inside, and a break is outside.
 
     Args:
         layout: The step's batch.
@@ -126,17 +128,18 @@ def _inside_span(layout: BatchLayout, field: torch.Tensor, state: torch.Tensor, 
     """
     token = torch.arange(len(request), device=request.device)
     counts = layout.position >= field[request, 3]
-    starts, ends = (counts & marks for marks in _markers(layout.token, field, request))
-    latest = torch.cummax(torch.where(starts | ends, token, -1), 0).values
+    starts, ends, breaks = (counts & marks for marks in _markers(layout.token, field, request))
+    latest = torch.cummax(torch.where(starts | ends | breaks, token, -1), 0).values
     before = torch.cat((latest.new_full((1,), -1), latest[:-1]))
     in_step = before >= layout.start[request]
     opened = torch.where(in_step, starts[before.clamp(min=0)], state[request] != 0)
-    return opened | starts
+    return (opened & ~breaks) | starts
 
 
-def _markers(token: torch.Tensor, field: torch.Tensor, request: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whether each token is the start and the end of the span of its request's condition."""
-    return token == field[request, 1], token == field[request, 5]
+def _markers(token: torch.Tensor, field: torch.Tensor, request: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return whether each token is the start, the end, and a break of the span of its request's condition."""
+    breaks = (token == field[request, 9]) | (token == field[request, 10])
+    return token == field[request, 1], token == field[request, 5], breaks
 
 
 def wrong_drafts(tables: Tables, layout: BatchLayout, before: torch.Tensor, num_conditions: int) -> torch.Tensor:
@@ -240,10 +243,10 @@ def _fold(
     release, release_sign = bound[:, 3].double(), bound[:, 4].double()
     holds = inside & (sign[request] * (score - threshold[request]) > 0)
     releases = inside & (release_sign[request] * (score - release[request]) > 0)
-    starts, ends = _markers(ids, field, request)
+    starts, ends, breaks = _markers(ids, field, request)
     of_part = (kind == PART)[request]
     holds = torch.where(of_part, inside & starts, holds)
-    releases = torch.where(of_part, inside & ends, releases)
+    releases = torch.where(of_part, inside & (ends | breaks), releases)
     latest = last_of(inside)
     latest_score = torch.where(latest >= 0, score[latest.clamp(min=0)], before)
     total = before + torch.zeros_like(before).index_add_(0, request, torch.where(inside, score, 0.0))

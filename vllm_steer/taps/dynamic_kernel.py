@@ -68,16 +68,20 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
                 set_at = tl.full([], -1, tl.int32)
                 reset_at = tl.full([], -1, tl.int32)
                 start_id, end_id = tl.load(field + 1), needed
+                break_id, other_break_id = tl.load(field + 9), tl.load(field + 10)
                 # The prompt's tokens are behind the state of a new request.
                 earliest = tl.maximum(begin, token - (where.to(tl.int32) - tl.load(field + 3)))
                 for offset in range(earliest, token, SCANNED):
                     other = offset + tl.arange(0, SCANNED)
                     ids = tl.load(token_id + other, mask=other < token, other=-2)
                     set_at = tl.maximum(set_at, tl.max(tl.where(ids == start_id, other, -1), axis=0))
-                    reset_at = tl.maximum(reset_at, tl.max(tl.where(ids == end_id, other, -1), axis=0))
+                    ends = (ids == end_id) | (ids == break_id) | (ids == other_break_id)
+                    reset_at = tl.maximum(reset_at, tl.max(tl.where(ends, other, -1), axis=0))
                 opened = tl.where(set_at >= reset_at, tl.where(set_at >= 0, 1.0, state.to(tl.float32)), 0.0)
-                starts = (tl.load(token_id + token) == start_id) & (where >= tl.load(field + 3))
-                inside = tl.where(starts, 1.0, opened)
+                own = tl.load(token_id + token)
+                counts = where >= tl.load(field + 3)
+                breaks = ((own == break_id) | (own == other_break_id)) & counts
+                inside = tl.where((own == start_id) & counts, 1.0, tl.where(breaks, 0.0, opened))
                 factor = tl.where(tl.load(field + 7) != 0, 1.0 - inside, inside)
             values = tl.where(column == tl.load(field + 2), values * factor, values)
     tl.store(record + token.to(tl.int64) * columns + column, values, mask=column < columns)
@@ -106,6 +110,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
             low, high = tl.load(field + 3), tl.load(field + 4)
             mask_column = tl.load(field + 8)
             start_id, end_id = tl.load(field + 1), tl.load(field + 5)
+            break_id, other_break_id = tl.load(field + 9), tl.load(field + 10)
             before = tl.load(carry + (place * most_dropped + dropped_before) * most_conditions + c)
             # All warps have read the state before one thread writes it.
             tl.debug_barrier()
@@ -131,7 +136,8 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                     ids = tl.load(token_id + token, mask=real, other=-2)
                     above = tl.where(ids == start_id, 1.0, 0.0)
                     above = tl.where(kind == _PART, above, sign * (score - threshold))
-                    below = tl.where(ids == end_id, 1.0, 0.0)
+                    ends = (ids == end_id) | (ids == break_id) | (ids == other_break_id)
+                    below = tl.where(ends, 1.0, 0.0)
                     below = tl.where(kind == _PART, below, release_sign * (score - release))
                     holds = inside & (above > 0)
                     released = inside & (below > 0)
