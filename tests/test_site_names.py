@@ -91,10 +91,10 @@ def test_other_sites() -> None:
         ("blocks.1.hook_resid_mid", "attention and MLP in parallel"),
         ("blocks.1.attn.hook_z", "places inside attention"),
         ("blocks.1.hook_mlp_in", "not mean exactly"),
-        ("blocks.1.attn", "attn_out of layer 1 here; in models with a norm after the branch"),
-        ("blocks.1.mlp", "mlp_out of layer 1 here; in models with a norm after the branch"),
-        ("attentions_output[1]", "attn_out of layer 1 here; in models with a norm after the branch"),
-        ("mlps_output.1", "mlp_out of layer 1 here; in models with a norm after the branch"),
+        ("blocks.1.attn", "attn_out of layer 1: in models with a norm after the branch"),
+        ("blocks.1.mlp", "mlp_out of layer 1: in models with a norm after the branch"),
+        ("attentions_output[1]", "attn_out of layer 1: in models with a norm after the branch"),
+        ("mlps_output.1", "mlp_out of layer 1: in models with a norm after the branch"),
         ("embed_tokens", "without the scaling"),
         ("lm_head", "after the last block"),
         ("post_block", "not the name of a site"),
@@ -112,7 +112,7 @@ def test_refused_sites(name: str, problem: str) -> None:
 @pytest.mark.parametrize("name", ["hook_mlp_in", "blocks.1.hook_mlp_in", "attentions_output", "self_attn"])
 def test_inexact_names_are_refused_with_our_point(name: str) -> None:
     """Catches an error that advises to add a layer to a name that is refused with a layer too."""
-    with pytest.raises(SteeringError, match=r"it is (post_attn|attn_out)") as caught:
+    with pytest.raises(SteeringError, match=r"the nearest is (post_attn|attn_out)") as caught:
         site(name)
     assert "has no layer" not in str(caught.value)
     assert "None" not in str(caught.value)

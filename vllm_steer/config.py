@@ -19,6 +19,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_SAES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
 from vllm_steer.spec.arguments import describe_arguments
+from vllm_steer.spec.feature import ANY_SITE_FLAG
 from vllm_steer.spec.part import read_parts
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
@@ -60,6 +61,12 @@ SWITCHES: tuple[Switch, ...] = (
         "--steering-skip-self-check",
         True,
         "skip the forward passes at start that check the taps on the model itself",
+    ),
+    Switch(
+        "sae_any_site",
+        ANY_SITE_FLAG,
+        False,
+        "serve autoencoders at other sites, and with other models, than those that their files name",
     ),
     Switch(
         "plain_code",
@@ -155,6 +162,9 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
 
     saes: dict[str, str] = {}
     """Folders of sparse autoencoders by the names that readouts use; see ``--steering-sae``."""
+
+    sae_any_site: bool = False
+    """Whether autoencoders are served at other sites, and with other models, than those that their files name."""
 
     parts: dict[str, tuple[int | str, ...]] = {}
     """Start and end token of parts of conversations, as ids or text; see ``--steering-part``."""

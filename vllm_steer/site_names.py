@@ -149,14 +149,20 @@ class ForeignSite:
     """The number in the name."""
 
     @property
-    def explanation(self) -> str:
-        """Our point and layer, as part of an error message."""
-        if self.point is None:
-            return self.name.note
-        if self.name.offset and self.layer is None:
-            return self.name.note
+    def problem(self) -> str:
+        """Reason why request fields refuse the name, and the name to write, as the end of an error message."""
+        if self.number is not None and self.number < 0:
+            return "has a negative number; layers count from 0"
+        if self.point is None or (self.name.offset and self.layer is None):
+            return f"is not a hook point; {self.name.note}"
         where = self.point if self.layer is None else f"{self.point} of layer {self.layer}"
-        return "; ".join(part for part in (f"it is {where} here", self.name.note) if part)
+        if self.number == 0 and self.name.offset:
+            return f"is {where} here; write that"
+        if self.name.offset:
+            return (
+                f"is {where} here, but after the final norm, and no hook point, if it is the last entry; write {where}"
+            )
+        return f"does not mean exactly a hook point; the nearest is {where}: {self.name.note}"
 
 
 def find_foreign_site(text: str) -> ForeignSite | None:
@@ -211,15 +217,15 @@ def site(name: str, *, num_layers: int | None = None, parallel: bool = False) ->
     if found is None and own is None:
         hint = "write {point}.{layer} such as post_block.10, or a name as in other libraries: blocks.10.hook_resid_post"
         raise SteeringError("site", f"{shown} is not the name of a site; {hint}")
-    if found is not None and found.name.point is not None and found.name.note and not found.name.offset:
-        raise SteeringError("site", f"{shown} does not mean exactly a hook point; {found.explanation}")
-    if found is not None and found.name.layer is None and found.name.point is not None and number is None:
-        raise SteeringError("site", f"{shown} has no layer; write it as in {name}.10 or {name}[10]")
     if number is not None and number < 0:
         raise SteeringError("site", f"{shown} has a negative number; layers count from 0")
+    if found is not None and found.name.point is not None and found.name.note and not found.name.offset:
+        raise SteeringError("site", f"{shown} {found.problem}")
+    if found is not None and found.name.layer is None and found.name.point is not None and number is None:
+        raise SteeringError("site", f"{shown} has no layer; write it as in {name}.10 or {name}[10]")
     point, layer = (own, number) if found is None else (found.point, found.layer)
     if point is None or layer is None:
-        raise SteeringError("site", f"{shown} is not a hook point; {'' if found is None else found.explanation}")
+        raise SteeringError("site", f"{shown} {'has no layer' if found is None else found.problem}")
     if found is not None and found.name.offset and number == num_layers:
         raise SteeringError(
             "site",

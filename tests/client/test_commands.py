@@ -17,7 +17,7 @@ from tests.registry.modules import module, vector
 from vllm_steer import SteeringError
 from vllm_steer.cli.main import app as commands
 from vllm_steer.cli.output import print_table
-from vllm_steer.registry.module_files import write_module
+from vllm_steer.registry.module_files import read_module, write_module
 
 BASE = {"base": {"post_block": {"1": vector(1).tolist()}}}
 
@@ -40,6 +40,10 @@ def test_modules(url: str, tmp_path: Path) -> None:
     shown = run(url, "modules", "show", "calm")
     assert all(word in shown for word in (module().digest, "joy", "base", "decode", "ablate at post_block"))
     assert json.loads(run(url, "modules", "show", "calm", "--json"))["digest"] == module().digest
+    assert "0.75" in shown and "pre_attn" in shown  # how the probe `whole` is read
+    run(url, "modules", "export", "calm", str(tmp_path / "again.safetensors"))
+    assert read_module((tmp_path / "again.safetensors").read_bytes())[0] == module()
+    assert "is a folder" in run(url, "modules", "export", "calm", str(tmp_path), status=1)
     assert "calm: 1 versions deleted" in run(url, "modules", "rm", "calm")
     assert [each["name"] for each in json.loads(run(url, "modules", "ls", "--json"))["data"]] == ["terse"]
     assert "unknown module 'calm'" in run(url, "modules", "rm", "calm", status=1)
@@ -80,6 +84,21 @@ def test_other_servers(command: tuple[str, ...], body: str, monkeypatch: pytest.
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
     monkeypatch.setattr("httpx._client.HTTPTransport", lambda **options: transport)
     assert "error: http://here is not a server with vllm-steer" in run("http://here", *command, status=1)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("localhost:8000", "'localhost:8000' has no scheme; write http://localhost:8000"),
+        ("127.0.0.1", "'127.0.0.1' has no scheme; write http://127.0.0.1"),
+        ("ftp://x", "'ftp://x' must begin with http:// or https://"),
+    ],
+)
+def test_a_url_needs_its_scheme(url: str, words: str) -> None:
+    """Catches "localhost has an unsupported protocol", which says nothing about what to write."""
+    assert words in run(url, "status", status=1)
+    with pytest.raises(SteeringError, match="url"):
+        vllm_steer.client.AsyncClient(url)
 
 
 def test_unreachable_server() -> None:

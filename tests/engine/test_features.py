@@ -32,7 +32,10 @@ CAPTURE = [{"hooks": {"post_block": [1]}, "positions": "all", "before": before} 
 def llm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("sae")
     np.savez(folder / "params.npz", **ARRAYS)
-    engine = make_llm(tiny_llama, steering_config={"saes": {"tiny": str(folder)}})
+    placed = folder / "gemma-scope-tiny-res" / "layer_1"
+    placed.mkdir(parents=True)
+    np.savez(placed / "params.npz", **ARRAYS)
+    engine = make_llm(tiny_llama, steering_config={"saes": {"tiny": str(folder), "placed": str(placed)}})
     yield engine
     close(engine)
 
@@ -71,6 +74,22 @@ def test_edits_equal_their_formula(llm: Any) -> None:
     assert active
 
 
+def test_the_site_of_the_files(llm: Any) -> None:
+    """Catches an autoencoder that is read or edited at another site than its files say."""
+    placed = {"sae": "placed", "top_k": 4}
+    readouts = {"own": placed, "given": {"sae": "tiny", "top_k": 4, "point": "post_block", "layer": 1}}
+    own = Edit("feature", sae="placed", feature=5, set=3.0)
+    wanted = [params(readouts=readouts), params(steering=[own]), params(steering=[edit(set=3.0)]), params()]
+    outputs = [output.outputs[0] for output in run(llm, [prompt(1, 6)] * 4, wanted)]
+    found = outputs[0].readouts
+    assert found["own"].values.any()
+    np.testing.assert_array_equal(found["own"].values, found["given"].values)
+    assert outputs[1].token_ids == outputs[2].token_ids != outputs[3].token_ids
+    for wrong in ({"point": "post_block", "layer": 2}, {"point": "pre_attn", "layer": 1}):
+        with pytest.raises(SteeringError, match="made for resid_post, layer 1"):
+            run(llm, [prompt(1, 6)], [params(readouts={"r": {**placed, **wrong}})])
+
+
 def test_gate_and_live_strength_scale_the_change(llm: Any) -> None:
     """Catches a feature edit that ignores its conditions, or leaves half of its change with a factor of 0."""
     probe = {"probe": direction(1, 0.05), "point": "post_block", "layer": 0, "positions": "all"}
@@ -97,7 +116,7 @@ def test_overflow_is_refused(llm: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "field", "words"),
     [
-        ({"sae": "tony"}, "steering[0].sae", "this engine has: tiny"),
+        ({"sae": "tony"}, "steering[0].sae", "this engine has: placed, tiny"),
         ({"feature": FEATURES}, "steering[0].feature", "features 0 to 39"),
     ],
 )

@@ -18,6 +18,8 @@ from safetensors.numpy import save_file
 from vllm_steer import SteeringError
 from vllm_steer.models.sae import check_encoder, encoder_bytes, encoder_shape, read_encoder, read_feature
 from vllm_steer.models.sae_features import FeatureReader
+from vllm_steer.models.sae_site import check_model, read_site
+from vllm_steer.program.feature import SaeSite
 from vllm_steer.taps.heads import largest_outputs
 from vllm_steer.taps.sparse_encoder import SparseEncoderHead
 
@@ -341,3 +343,82 @@ def test_doctor_refuses_a_decoder_whose_norms_an_engine_lacks(tmp_path: Path) ->
     for read in (lambda: read_encoder(folder, "f"), lambda: check_encoder(folder, "f", HIDDEN, "ignore")):
         with pytest.raises(SteeringError, match="W_dec does not have a row for each feature"):
             read()
+
+
+GPT2 = ["/models/gpt2", "prod"]
+SITES: dict[str, tuple[Callable[[Path], str], str, SaeSite]] = {
+    "saelens 6": (
+        saelens(metadata={"hook_name": "blocks.3.hook_resid_post"}), "s",
+        SaeSite("blocks.3.hook_resid_post", "post_block", 3, exact=True),
+    ),
+    "saelens 3": (
+        saelens(hook_point="blocks.4.hook_mlp_out", hook_point_layer=4), "s",
+        SaeSite("blocks.4.hook_mlp_out", "mlp_out", 4, exact=True),
+    ),
+    "elsewhere": (
+        saelens(hook_name="blocks.3.ln1.hook_normalized", hook_layer=3), "s",
+        SaeSite("blocks.3.ln1.hook_normalized", None, 3, known=False),
+    ),
+    "nothing": (saelens(), "s", SaeSite()),
+    "sparsify": (sparsify(), "layers.5", SaeSite("layers.5", "post_block", 5, exact=True)),
+    "sparsify, mlp": (sparsify(), "layers.5.mlp", SaeSite("layers.5.mlp", "mlp_out", 5)),
+    "sparsify, another folder": (sparsify(), "sae", SaeSite()),
+    "gemma scope": (
+        CASES["gemma scope"][0], "models--google--gemma-scope-2b-pt-res/snapshots/0a/layer_20/width_16k",
+        SaeSite("resid_post, layer 20", "post_block", 20, exact=True),
+    ),
+    "gemma scope, heads": (
+        CASES["gemma scope"][0], "gemma-scope-2b-pt-att/layer_2/width_16k",
+        SaeSite("attn.hook_z, layer 2", None, 2, known=False),
+    ),
+    "gemma scope, moved": (CASES["gemma scope"][0], "layer_2/x", SaeSite("layer 2", None, 2)),
+    "gemma scope 2": (CASES["gemma scope 2"][0], "s", SaeSite("a", known=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_site_that_the_files_name(name: str, tmp_path: Path) -> None:
+    """Catches the site of another block or branch, and a site that is invented where the files name none."""
+    make, folder, expected = SITES[name]
+    (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+    assert read_site(make(tmp_path / folder), "f") == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "fits"),
+    [
+        (("post_block", (3,)), True),
+        (("pre_attn", (4,)), True),  # the same place in the stream
+        ((None, (3,)), True),
+        (("post_block", None), True),
+        (("post_block", (2,)), False),
+        (("post_block", (4,)), False),
+        (("pre_attn", (3,)), False),
+        (("mlp_out", (3,)), False),
+        (("mlp_out", None), False),
+        ((None, (20,)), False),
+        (("post_block", (3, 4)), False),
+        (("post_block", ()), False),  # all layers
+    ],
+)
+def test_sites_that_fit(given: Any, fits: bool) -> None:
+    """Catches an autoencoder that is served one block off, at a branch or at all layers."""
+    assert SaeSite("blocks.3.hook_resid_post", "post_block", 3, exact=True).matches(*given) == fits
+    assert SaeSite().matches(*given)
+    assert not SaeSite("attn.hook_z", None, 3, known=False).matches(*given)
+    assert SaeSite("layer 3", None, 3).matches(*given) == (given[1] in (None, (3,)))
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """Catches an autoencoder of another model of the same width, and the same model under another name refused."""
+    for made_for, models in (
+        ("gpt2-small", GPT2),
+        ("google/gemma-2-2b", ["/x/models--google--gemma-2-2b/snapshots/0a1/", "prod"]),
+        ("meta-llama/Llama-3.1-8B", ["llama-3.1-8b"]),
+        ("prod", GPT2),
+    ):
+        check_model(saelens(metadata={"model_name": made_for})(tmp_path / "a"), "f", models)
+    check_model(saelens()(tmp_path / "b"), "f", GPT2)
+    for made_for in ("gpt2-medium", "gemma-2-2b-it"):
+        with pytest.raises(SteeringError, match=f"'{made_for}', not for '/models/gpt2' or 'prod'.*--steering-sae-any"):
+            check_model(saelens(model_name=made_for)(tmp_path / "c"), "f", GPT2)

@@ -185,7 +185,7 @@ def test_a_text_without_tokenizer_names_its_field() -> None:
     "arguments",
     [
         {"positions": [[0, 2000]] * 3000},
-        {"positions": list(range(2000)) * 3, "position_window": 10**9},
+        {"positions": [[i, i + 1] for i in range(2000)] * 3, "position_window": 10**9},
         {"positions": [[0, 2000]] * 70_000},
         {"layers": [[0, 2]] * 70_000},
     ],
@@ -207,3 +207,12 @@ def test_the_columns_of_all_pairs_are_counted_together(monkeypatch: pytest.Monke
     assert PatchingStudy(FakeRunner(), pairs=pairs).sweep(progress=False).grid("post_block").shape == (2, 4)
     with pytest.raises(SteeringError, match="more than 12 positions"):
         PatchingStudy(FakeRunner(), pairs=[*pairs, pairs[0]]).sweep(progress=False)
+
+
+@pytest.mark.parametrize("positions", [[0, 0, 1, 1], [True, False, True], np.array([False, True, True])], ids=repr)
+def test_masks_are_no_positions(positions: Any) -> None:
+    """Catches a mask that becomes columns for the positions 0 and 1."""
+    with pytest.raises(SteeringError, match="for a mask, list the numbers of its entries"):
+        read_positions(positions, ["a", "b", "c", "d"])
+    with pytest.raises(SteeringError, match="repeats layer 2; name each layer once"):
+        read_layers([2, 3, 2], 4)

@@ -169,12 +169,28 @@ def test_windows_strength_and_spans() -> None:
     runner = FakeRunner()
     result = study(runner).sweep(position_window=3, layer_window=2, progress=False)
     assert moved(result) == [True, True, True, False]
+    # The row of layer 1 patches layer 0 too; its name has both.
+    assert result.info.row_names == ("0", "1 (0-1)")
     patched = next(request for request in runner.requests if request.edits and len(request.tokens) == 4)
     assert {edit.layers for edit in patched.edits} <= {(0,), (1,)} and patched.edits[0].tokens.num_positions in (2, 3)
     half, whole = (study().sweep(strength=s, progress=False).effect("post_block")[0, 1] for s in (0.5, 1.0))
     assert 0 < half < whole
     spans = study().sweep(positions=[{"span": "blue"}, [2, 4], -1], progress=False)
     assert spans.info.column_names == ("1  blue", "2-3  bus is", "3  is") and moved(spans) == [True, False, False]
+
+
+def test_answers_may_be_one_token_id() -> None:
+    """Catches the id of an answer refused, or read as a text."""
+    grids = [study(answer=answer, foil=foil).sweep(progress=False).grid("post_block") for answer, foil in (
+        (" red", " blue"), (1, 2), ([1], np.int64(2)),
+    )]  # fmt: skip
+    np.testing.assert_array_equal(grids[0], grids[1])
+    np.testing.assert_array_equal(grids[0], grids[2])
+    for wrong in (8, -1, True, 1.0):
+        with pytest.raises(SteeringError, match="answer"):
+            study(answer=wrong)
+    with pytest.raises(SteeringError, match="clean: must be a text or a list of token ids, not 1"):
+        study(clean=1)
 
 
 def test_sources_of_ablations() -> None:

@@ -337,3 +337,10 @@ def test_the_transport_is_checked() -> None:
     with pytest.raises(SteeringError, match="must be base64 or binary, not 'shm'"):
         read_keys({"activations_transport": "shm"}, "extra_args")
     assert read_keys({"activations_transport": '"binary"'}, "extra_args").binary
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 1], [1, 1, 0], [True, False, True], [False, True, False]], ids=str)
+def test_masks_are_no_positions(mask: list[Any]) -> None:
+    """Catches a mask that adds a vector at the positions 0 and 1."""
+    with pytest.raises((SteeringError, ValueError), match="for a mask, list the numbers of its entries"):
+        SteeringVector(activations=torch.ones(1, 3, 4), layer_indices=[1], position_indices=mask).edits()

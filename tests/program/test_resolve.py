@@ -30,6 +30,7 @@ selectors = st.one_of(
         ),
         min_size=1,
         max_size=3,
+        unique_by=str,
     ),
 )
 

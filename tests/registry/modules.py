@@ -36,8 +36,9 @@ def content(seed: int = 0) -> dict[str, Any]:
         "probes": {
             "joy": vector(seed + 6),
             "anger": vector(seed + 7),
+            "whole": {"weights": vector(seed + 6), "bias": 0.75, "sigmoid": True, "point": "pre_attn", "layer": 2},
             "deep.weights": {"weights": np.stack([vector(seed + 8), vector(seed + 9)]), "outputs": [1.0, -2.0],
-                             "biases": [0.5, 0.25], "activation": "tanh"},
+                             "biases": [0.5, 0.25], "activation": "tanh", "bias": -0.5, "layer": 1},
         },
     }  # fmt: skip
 

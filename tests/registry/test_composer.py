@@ -3,22 +3,29 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from tests.registry.modules import content, module, registry, vector
+from tests.registry.modules import CAPABILITIES, content, module, registry, vector
 from tests.server.fakes import HIDDEN
 from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.limits import MAX_DIRECTIONS
 from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, MODULES_KEY, PROGRAM_KEY, program_of, strip_for_engine
+from vllm_steer.points import POINT_NAMES
+from vllm_steer.program import Program
 from vllm_steer.registry import composer
 from vllm_steer.registry.composer import resolve_probes
 from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.index import ModuleVersion, RegistryIndex
 from vllm_steer.registry.metadata import ModuleMetadata
+from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec import Projection, Reference, parse_capture
@@ -71,6 +78,134 @@ def test_cache_follows_the_registry() -> None:
     assert steering.compose(wanted)[PROGRAM_KEY] != renewed
     steering.clear()
     assert steering.compose(wanted)[PROGRAM_KEY] == renewed
+
+
+SITE = {"point": "pre_attn", "layer": 2}
+PLACE = {"point": "post_block", "layer": 1}
+
+
+def composed_readout(registered: Any, readout: dict[str, Any], **fields: Any) -> Any:
+    params = SamplingParams(readouts={"r": readout}, **fields)
+    composed = registered.compose(dict(params.extra_args))
+    CAPABILITIES.check(program := Program.from_bytes(composed[PROGRAM_KEY]), 4, 8)
+    return program.readouts[0]
+
+
+@pytest.mark.parametrize("probe", ["whole", "mlp"])
+def test_a_readout_takes_all_of_a_probe(probe: str) -> None:
+    """Catches a probe that loses its bias, sigmoid, point or layer: its scores look plausible and are wrong."""
+    steering = registry()
+    hidden = {"weights": [vector(1), vector(2)], "outputs": [1.0, 2.0], "bias": 0.75, "sigmoid": True, **SITE}
+    steering.register("calm", probes={**content()["probes"], "mlp": hidden})
+    named = composed_readout(steering, {"probe": f"calm/{probe}"})
+    weights = hidden if probe == "mlp" else vector(6)
+    inline = {key: hidden[key] for key in ("weights", "outputs")} if probe == "mlp" else weights
+    sent = {"probe": inline, "bias": 0.75, "sigmoid": True, **SITE}
+    assert named == composed_readout(steering, sent)
+    assert named == composed_readout(steering, {**sent, "probe": f"calm/{probe}"})
+    for key, value in {"bias": 0.5, "sigmoid": False, "point": "post_attn", "layer": 1}.items():
+        with pytest.raises(SteeringError, match="was registered with") as refused:
+            composed_readout(steering, {**sent, "probe": f"calm/{probe}", key: value})
+        assert refused.value.field == f"readouts.r.{key}" and str(hidden[key]) in refused.value.problem
+    info = steering.get("calm").content.probes[probe]
+    assert (info.bias, info.sigmoid, info.point, info.layer) == (0.75, True, "pre_attn", 2)
+
+
+def test_what_a_probe_lacks_is_given_by_the_request() -> None:
+    """Catches a direction that cannot be read any more, and one that is read at an invented site."""
+    steering = registry()
+    steering.register("calm", **content())
+    given = composed_readout(steering, {"probe": "calm/joy", "bias": 2.0, "sigmoid": True, **PLACE})
+    assert (given.bias, given.sigmoid, given.layer) == (2.0, True, 1)
+    for key in ("point", "layer"):
+        with pytest.raises(SteeringError, match="registered without it") as refused:
+            composed_readout(steering, {"probe": "calm/joy", **{k: v for k, v in PLACE.items() if k != key}})
+        assert refused.value.field == f"readouts.r.{key}"
+    # A gate on a probe whose site is not known before: the edit must come behind it.
+    edit = {"kind": "add", "point": "post_block", "vector": vector(1), "when": {"readout": "r", "above": 0.5}}
+    assert composed_readout(steering, {"probe": "calm/whole"}, steering=[{**edit, "layers": 2}])
+    with pytest.raises(SteeringError, match="computed before the readout at pre_attn of layer 2") as refused:
+        composed_readout(steering, {"probe": "calm/whole"}, steering=[{**edit, "layers": 1}])
+    assert refused.value.field == "steering[0].when.window"
+
+
+SAE: dict[str, Any] = {"sae": "s"}
+FEATURE = {"kind": "feature", "sae": "s", "feature": 1, "add": 2.0}
+
+
+def with_sae(folder: Path, hook: str = "blocks.1.hook_resid_post", *, any_site: bool = False) -> SteeringRegistry:
+    arrays = {"W_enc": np.ones((HIDDEN, 4)), "W_dec": np.ones((4, HIDDEN)), "b_enc": np.ones(4), "b_dec": np.ones(1)}
+    folder.mkdir()
+    save_file({name: array.astype("f4") for name, array in arrays.items()}, folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text(json.dumps({"hook_name": hook} if hook else {}))
+    return SteeringRegistry(CAPABILITIES, saes={"s": str(folder)}, sae_any_site=any_site)
+
+
+def program_with(registered: SteeringRegistry, **fields: Any) -> Program:
+    return Program.from_bytes(registered.compose(extra(**fields))[PROGRAM_KEY])
+
+
+def test_an_autoencoder_is_served_at_its_own_site(tmp_path: Path) -> None:
+    """Catches an autoencoder at a site that its own file contradicts, and a site that has to be given again."""
+    steering, free = with_sae(tmp_path / "a"), with_sae(tmp_path / "b", any_site=True)
+    for registered in (steering, free):
+        readouts = [program_with(registered, readouts={"r": {**SAE, **site}}).readouts[0] for site in ({}, PLACE)]
+        edits = [program_with(registered, steering=[{**FEATURE, **site}]).edits[0] for site in (
+            {}, {"point": "post_block", "layers": 1}, {"point": "post_block"}, {"layers": [1]},
+        )]  # fmt: skip
+        assert len(set(edits)) == len(set(readouts)) == 1
+        assert readouts[0].layers == edits[0].layers == (1,)
+        assert POINT_NAMES[readouts[0].point] == POINT_NAMES[edits[0].point] == "post_block"
+    for point, layer in (("post_block", 2), ("post_block", 0), ("mlp_out", 1), ("pre_attn", 1)):
+        wrong: dict[str, Any] = {"readouts": {"r": {**SAE, "point": point, "layer": layer}}}
+        for fields, field in (
+            (wrong, "readouts.r.point"),
+            ({"steering": [{**FEATURE, "point": point, "layers": layer}]}, "steering[0].point"),
+        ):
+            with pytest.raises(SteeringError, match=r"made for blocks.1.hook_resid_post \(post_block of layer 1") as no:
+                program_with(steering, **fields)
+            assert no.value.field == field and f"is {point} of layer {layer}" in no.value.problem
+            assert "--steering-sae-any-site" in no.value.problem
+            program_with(free, **fields)
+    for layers in ([0, 1], "all"):
+        with pytest.raises(SteeringError, match="made for"):
+            program_with(steering, steering=[{**FEATURE, "point": "post_block", "layers": layers}])
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"), [("", "do not name its site"), ("blocks.1.ln1.hook_normalized", "hook_normalized, which is not")]
+)
+def test_a_site_that_no_file_names_is_missing(hook: str, words: str, tmp_path: Path) -> None:
+    """Catches a readout or an edit at an invented site, such as layer 0."""
+    steering = with_sae(tmp_path / "a", hook)
+    for fields, field in (({"readouts": {"r": SAE}}, "readouts.r"), ({"steering": [FEATURE]}, "steering[0]")):
+        with pytest.raises(SteeringError, match=words) as refused:
+            program_with(steering, **fields)
+        assert refused.value.field == f"{field}.point"
+
+
+def test_products_leave_out_no_bias() -> None:
+    """Catches projections and captures that return products in the place of the scores of a probe."""
+    steering = registry()
+    steering.register("calm", **content())
+    wrong = [
+        ({"readouts": {"r": {"projections": ["calm/whole"], **SITE}}}, "readouts.r.projections[0]", "with a bias"),
+        ({"readouts": {"r": {"projections": ["calm/whole"], **PLACE}}}, "readouts.r.point", "point 'pre_attn'"),
+        ({"readouts": {"r": {"probe": "calm/whole", "cosine": True}}}, "readouts.r.cosine", "bias or a sigmoid"),
+    ]
+    hooks_and_words = (
+        ({"pre_attn": [2]}, "with a bias"),
+        ({"pre_attn": [1]}, "layer 2"),
+        ({"pre_attn": "all"}, "layer 2"),
+    )
+    for hooks, words in hooks_and_words:
+        capture = {"memory": {"hooks": hooks, "reduce": {"probes": ["calm/whole"]}}}
+        field = "capture.memory.reduce.probes[0]" + (".layer" if hooks == {"pre_attn": [1]} else "")
+        wrong.append(({"capture": capture}, field, words))
+    for fields, field, words in wrong:
+        with pytest.raises(SteeringError) as refused:
+            steering.compose(extra(**fields))
+        assert (refused.value.field, words in refused.value.problem) == (field, True), refused.value
 
 
 def test_large_requests_are_not_cached(compositions: list[int]) -> None:

@@ -24,7 +24,7 @@ def test_json_round_trip() -> None:
     assert set(said) == {"base", "prefill", "decode", "edits", "probes"}
     assert again == module()
     assert again.all_edits == module().all_edits
-    assert list(again.probes) == ["anger", "deep.weights", "joy"]
+    assert list(again.probes) == ["anger", "deep.weights", "joy", "whole"]
 
 
 def test_digest_depends_on_content_only() -> None:
@@ -79,7 +79,13 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "width of a hidden layer": ({"probes": {"a": [1], "p": {"weights": [[1, 2]], "outputs": [1]}}},
                                 "probes.p", "width 2"),
     "hidden layer": ({"probes": {"p": {"weights": [[1, 2]]}}}, "probes.p.outputs", "missing"),
-    "probes": ({"probes": []}, "probes", "name: vector"),
+    "bias": ({"probes": {"p": {"weights": [1], "bias": True}}}, "probes.p.bias", "number"),
+    "sigmoid": ({"probes": {"p": {"weights": [1], "sigmoid": 1}}}, "probes.p.sigmoid", "true or false"),
+    "site of a probe": ({"probes": {"p": {"weights": [1], "point": "resid_post.3", "layer": 4}}},
+                        "probes.p.layer", "names layer 3"),
+    "no weights": ({"probes": {"p": {"bias": 1.0}}}, "probes.p.weights", "missing"),
+    "misspelt": ({"probes": {"p": {"weights": [1], "threshold": 1.0}}}, "probes.p", "use weights, outputs"),
+    "probes": ({"probes": []}, "probes", "name: probe"),
     "name of a probe": ({"probes": {"a/b": [1]}}, "probes", "ASCII"),
     "kind": ({"edits": [{"kind": "x", "point": "pre_attn", "layers": 1, "vector": [1]}]}, "edits[0].kind", "clamp"),
 }  # fmt: skip

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from tests.registry.modules import module, vector
+from tests.registry.modules import content, module, registry, vector
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.module import parse_module
@@ -25,6 +26,21 @@ def test_file_round_trip() -> None:
     """Catches a part of a module that is lost in the file."""
     about = ModuleMetadata("d", "m", {"a": "b"})
     assert read_module(write_module(module(), about)) == (module(), about)
+
+
+def test_a_registered_module_is_saved_whole(tmp_path: Path) -> None:
+    """Catches a part that is lost on the way from a registry to a file and back, such as the bias of a probe."""
+    steering, other = registry(), registry()
+    steering.register("calm", **content(), description="d", model="m", provenance={"by": "x"})
+    with pytest.raises(SteeringError, match="data=True"):
+        steering.get("calm").save(tmp_path / "calm.safetensors")
+    saved = steering.get("calm", data=True)
+    saved.save(tmp_path / "calm.safetensors")
+    again = other.register_file("calm", tmp_path / "calm.safetensors")
+    assert again.model_dump(exclude={"registered"}) == steering.get("calm").model_dump(exclude={"registered"})
+    assert again.content.probes["whole"].model_dump() == {
+        "bias": 0.75, "sigmoid": True, "point": "pre_attn", "layer": 2, "hidden": None,
+    }  # fmt: skip
 
 
 def test_reads_the_documented_format() -> None:
@@ -119,6 +135,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "no name": (save({"mlp_probes.weights": V[None]}), "unknown tensor name"),
     "a path in a probe": (save({"mlp_probes.../x.weights": V[None], "mlp_probes.../x.outputs": V.clone()}), "ASCII"),
     "activation": (save(MLP, {"activations": '{"p": "swish"}'}), "probes.p.activation"),
+    "reading of nothing": (save({NAME: V}, {"probes": '{"q": {"bias": 1}}'}), "names no probe"),
+    "reading no object": (save({"probes.p": V}, {"probes": '{"p": 1}'}), "metadata.probes.p"),
+    "weights in a reading": (save({"probes.p": V}, {"probes": '{"p": {"weights": [1]}}'}), "bias, sigmoid, point"),
+    "bias NaN": (save({"probes.p": V}, {"probes": '{"p": {"bias": NaN}}'}), "finite"),
     "activation no text": (save(MLP, {"activations": '{"p": [1]}'}), "probes.p.activation"),
     "activation of nothing": (save(MLP, {"activations": '{"q": "relu"}'}), "names no probe"),
     "one name twice": (save({**MLP, "probes.p": V}), "probes.p: is also in"),

@@ -325,6 +325,17 @@ def test_module_paths_are_absolute(tmp_path: Path) -> None:
     assert options == RegistryOptions(str(tmp_path / "here"), {"calm": str(tmp_path / "calm.safetensors")})
 
 
+def test_lists_of_names_are_given_at_once_or_one_by_one(tmp_path: Path) -> None:
+    """Catches a flag whose second value is taken for a model, and one that forgets what stood before it."""
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.touch()
+    words = [f"{path.name}={path}" for path in paths]
+    flags = ["--enable-steering", "--steering-modules", *words[:2], "--steering-modules", words[2]]
+    args = server_parser().parse_args([*flags, "--steering-peers", "vllm-lens", "rhizonymph"])
+    assert args.steering_modules == words and args.steering_peers == ["vllm-lens", "rhizonymph"]
+
+
 def test_passwords_of_databases_are_not_arguments() -> None:
     """Catches a password in the arguments, which vLLM logs, and an API server process that lacks it."""
     url = "postgresql://user:s3cr3t@host/db"

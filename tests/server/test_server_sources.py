@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of `replace` that a request names: a stored capture, or a probe of a module."""
+"""Rows of `replace` that a request names: a stored capture, or a probe of a module, which every kind takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,21 @@ def test_rows_of_a_stored_capture(client: httpx.Client) -> None:
     assert logprobs(client, steering=[edit({**named, "positions": [5, 6]})]) == off
     one = logprobs(client, steering=[edit(pack_vector(array[-1]), tokens=[4])])
     assert logprobs(client, steering=[edit({**named, "positions": [-1]}, tokens=[4])]) == one
+    # Tokens that depend on the length of the prompt are matched one by one as well.
+    last = logprobs(client, steering=[edit(pack_vector(array[-1]), tokens=[-1])])
+    for tokens in ([-1], "last_prompt"):
+        assert logprobs(client, steering=[edit({**named, "positions": [-1]}, tokens=tokens)]) == last
+    mixed = logprobs(client, steering=[edit([pack_vector(array[2]), pack_vector(array[-1])], tokens=[3, -1])])
+    assert logprobs(client, steering=[edit({**named, "positions": [2, -1]}, tokens=[3, -1])]) == mixed != last
+    generated = {"tokens": {"generated": [0, 1]}}
+    texts = [
+        complete(client, CORRUPT, steering=[edit(vector, **generated)], max_tokens=3)["logprobs"]["token_logprobs"]
+        for vector in (sent[1], {**named, "positions": [5, 6]}, sent[0])
+    ]
+    assert texts[0] == texts[1] != texts[2]
     wrong: dict[str, tuple[dict[str, Any], str]] = {
+        "tokens without a number": (edit({**named, "positions": [1]}, tokens="prompt"), "steering[0].vector.positions"),
+        "a mask": (edit({**named, "positions": [0, 0, 1]}, tokens=[3, 4, 5]), "steering[0].vector.positions"),
         "a kind without rows": (edit(named, kind="add"), "steering[0].vector"),
         "a position that was not captured": (edit(named, tokens=[4, 50]), "steering[0].tokens"),
         "another number of positions": (edit({**named, "positions": [1]}), "steering[0].vector.positions"),
@@ -75,6 +89,16 @@ def test_rows_of_a_module(client: httpx.Client) -> None:
     client.post("/v1/steering/modules", json=body).raise_for_status()
     first, second = (logprobs(client, steering=[edit(pack_vector(probes[name]))]) for name in "ab")
     assert logprobs(client, steering=[edit({"module": "rows/b"})]) == second != first
+    # Every kind that has a vector takes the name, also behind a gate and with a strength that can be changed.
+    readout = {"r": {"probe": pack_vector(probes["a"]), "point": "pre_attn", "layer": 0}}
+    more: dict[str, Any] = {"when": {"readout": "r", "above": -1e9}, "live": "s"}
+    for kind in ({"kind": "add"}, {"kind": "add_normed"}, {"kind": "ablate"}, {"kind": "clamp", "low": 3.0}):
+        for fields in ({}, more):
+            changed = [
+                logprobs(client, steering=[edit(vector, **kind, **fields)], readouts=readout)
+                for vector in (pack_vector(probes["b"]), {"module": "rows/b"}, pack_vector(probes["a"]))
+            ]
+            assert changed[0] == changed[1] != changed[2], (kind, fields)
     assert LAYERS > 2
     for name in ("rows/c", "gone/a", "rows"):
         response = client.post(

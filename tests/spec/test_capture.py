@@ -176,7 +176,7 @@ class TestRefusals:
     def test_hints_for_positions(self):
         """Catches a number or an array refused without the valid form."""
         refused_spec("positions", "write [-1] for one position", positions=-1)
-        refused_spec("positions", "convert it with .tolist()", positions=np.arange(3))
+        refused_spec("positions", "convert positions with .tolist()", positions=np.arange(3))
 
     def test_names_of_sites(self):
         """Catches a list of names of other libraries that becomes other sites than the same hooks by our names."""

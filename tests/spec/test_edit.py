@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,3 +305,29 @@ def test_names_of_sites_in_other_libraries():
     named = Edit(kind="add", point="blocks.3.hook_resid_post", vector=[1.0, 2.0])
     assert named == Edit(kind="add", point="post_block", layers=3, vector=[1.0, 2.0])
     assert named == Edit(kind="add", point="resid_post", layers=[3], vector=[1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("point", "words"),
+    [
+        ("hidden_states[30]", "is post_block of layer 29 here, but after the final norm, and no hook point, if it"),
+        ("hidden_states[0]", "is pre_attn of layer 0 here; write that"),
+        ("hidden_states[-1]", "has a negative number; layers count from 0"),
+        ("blocks.-1.hook_resid_post", "has a negative number; layers count from 0"),
+        ("hook_embed", "does not mean exactly a hook point; the nearest is pre_attn of layer 0: the"),
+        ("lm_head", "is not a hook point; places after the last block"),
+    ],
+)
+def test_hints_for_names_do_not_contradict_themselves(point: str, words: str) -> None:
+    """Catches "is not a hook point; it is post_block here"."""
+    with pytest.raises(SteeringError) as refused:
+        Edit("add", point=point, vector=[1.0])
+    assert refused.value.problem.startswith(f"{point!r} {words}")
+
+
+def test_the_kind_may_be_the_first_argument() -> None:
+    """Catches the form in which most people write an edit refused."""
+    fields: dict[str, Any] = {"point": "post_block", "layers": 1, "vector": [1.0]}
+    assert Edit("add", **fields) == Edit(kind="add", **fields)
+    with pytest.raises(TypeError, match="arguments: kind, point"):
+        Edit("add", "post_block", layers=1, vector=[1.0])  # type: ignore[call-arg, misc]

@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,10 @@ def absolute(bound, prompt_len):
 
 
 def refused_by_definition(items, prompt_len):
-    """Whether some item reaches before position 0 or covers nothing."""
+    """Whether some item reaches before position 0 or covers nothing, or a position is listed twice."""
+    listed = [item for item in items if isinstance(item, int)]
+    if len(set(listed)) < len(listed):
+        return True
     for item in items:
         start, stop = (item, None) if isinstance(item, int) else item
         if absolute(start, prompt_len) < 0 or (stop is not None and absolute(stop, prompt_len) < 0):
@@ -132,7 +136,7 @@ class TestIntervals:
             ([[2, -1]], ((2, 6),)),
             ([[-2, 10]], ((5, 10),)),
             ([[-2, None]], ((5, OPEN_END),)),
-            ([5, 3, 4, 3], ((3, 6),)),
+            ([5, 3, 4], ((3, 6),)),
             ([[0, 2], [2, 4]], ((0, 4),)),
             (range(10**9), ((0, 10**9),)),
             ([np.int64(3), (np.int8(5), np.int32(7))], ((3, 4), (5, 7))),
@@ -269,8 +273,38 @@ class TestRefused:
     def test_hints(self):
         """Catches refusals of common values that do not lead to the valid form."""
         assert_refused(-1, "t", "write [-1] for one position")
-        assert_refused(np.arange(3), "t", "convert it with .tolist()")
+        assert_refused(np.arange(3), "t", "convert positions with .tolist()")
         assert_refused("all_prompt", "t", "'all_prompt' is not valid; it is prompt here")
+
+    @pytest.mark.parametrize(
+        "mask",
+        [
+            [0, 0, 1, 1],
+            [1, 1],
+            [np.int64(0), np.int64(1), 0],
+            [True, False],
+            [False],
+            [np.True_, np.False_],
+            np.array([0, 0, 1]),
+            np.array([True, False]),
+            torch.tensor([0, 0, 1, 1]),
+            torch.tensor([True, False]),
+        ],
+        ids=repr,
+    )
+    def test_mask(self, mask):
+        """Catches a mask of the tokens to edit that is read as the positions 0 and 1, and a hint that leads there."""
+        for value, field in ((mask, "t"), ({"generated": mask}, "t.generated")):
+            with pytest.raises(SteeringError) as caught:
+                Selector.parse(value, "t")
+            assert caught.value.field.startswith(field) and ("tolist" in str(caught.value)) == hasattr(mask, "tolist")
+            assert "for a mask, list the numbers of its entries: [i for i, chosen" in caught.value.problem
+
+    def test_repeated_position(self):
+        """Catches a position that counts once where a list, such as rows of a matrix, has it twice."""
+        assert_refused([5, 3, [0, 2], 5], "t[3]", "repeats position 5; name each position once")
+        assert_refused({"generated": [2, 2]}, "t.generated[1]", "repeats position 2")
+        assert Selector([0, 1]) == Selector([1, 0]) == Selector([[0, 2]])
 
     @pytest.mark.parametrize(
         ("pair", "words"),

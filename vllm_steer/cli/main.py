@@ -66,6 +66,7 @@ def doctor(
     sae: Annotated[
         list[str] | None, typer.Option(help="Same as --steering-sae of the server.", metavar="NAME=FOLDER")
     ] = None,
+    sae_any_site: Annotated[bool, typer.Option(help="Same as --steering-sae-any-site of the server.")] = False,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Same as --max-num-batched-tokens of the server.")
     ] = None,
@@ -91,6 +92,7 @@ def doctor(
     batch = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
     settings = {
         "saes": _named_folders(sae or ()),
+        "sae_any_site": sae_any_site,
         "allow_unproven": allow_unproven,
         "points": points.split(",") if points else [],
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer modules``: list, show, add and delete named modules of a server."""
+"""``vllm-steer modules``: list, show, add, export and delete named modules of a server."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, Url, connect, read_json_object
-from vllm_steer.cli.output import print_table, printable
+from vllm_steer.cli.output import check_output, print_table, printable
 
 if TYPE_CHECKING:
-    from vllm_steer.registry.schema import Content, ModuleInfo
+    from vllm_steer.registry.schema import Content, ModuleInfo, ProbeInfo
 
 app = typer.Typer(
-    help="List, show, add and delete named modules of a server.",
+    help="List, show, add, export and delete named modules of a server.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,6 +41,8 @@ def ls(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) 
 @app.command()
 def show(name: Reference, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
     """Show a module's edits and probes."""
+    from vllm_steer.registry.schema import ProbeInfo
+
     with connect(url, api_key) as client:
         module = client.get(name)
         if as_json:
@@ -53,7 +55,9 @@ def show(name: Reference, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_jso
             typer.echo(f"{printable(key)}: {printable(text)}")
         typer.echo(f"versions: {', '.join(module.versions)}")
         if module.probes:
-            typer.echo(f"probes: {', '.join(module.probes)} ({module.width} wide)")
+            typer.echo(f"probes, {module.width} wide:")
+            columns = ("probe", *ProbeInfo.model_fields)
+            print_table(columns, ((probe, *_cells(info)) for probe, info in module.content.probes.items()))
         print_content(module.content)
 
 
@@ -81,6 +85,21 @@ def add(
 
 
 @app.command()
+def export(
+    name: Reference,
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The .safetensors file to write.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Write a module to a file, from which `add` registers it again with the same digest."""
+    check_output(path)
+    with connect(url, api_key) as client:
+        module = client.get(name, data=True)
+        module.save(path)
+        typer.echo(f"{module.name}@{module.digest} written to {path}")
+
+
+@app.command()
 def rm(name: Reference, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Delete a module, or one version of it. Running requests are not affected."""
     with connect(url, api_key) as client:
@@ -98,6 +117,10 @@ def print_content(content: Content) -> None:
     lines += [("edits", "", "", edit) for edit in content.edits]
     if lines:
         print_table(("part", "point", "layers", "edit"), lines)
+
+
+def _cells(info: ProbeInfo) -> tuple[object, ...]:
+    return tuple("" if value is None else value for value in info.model_dump().values())
 
 
 def _table_row(module: ModuleInfo) -> tuple[object, ...]:

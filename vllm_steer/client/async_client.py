@@ -49,7 +49,9 @@ class AsyncClient:
     ) -> None:
         """Create a client; the arguments are those of `Client`."""
         headers = endpoints.auth_headers(api_key)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, transport=transport)
+        self._http = httpx.AsyncClient(
+            base_url=endpoints.check_url(url), headers=headers, timeout=timeout, transport=transport
+        )
         self._model = model
         self._retry = retry
         self._blocking: dict[str, Any] = {"api_key": api_key, "timeout": timeout}

@@ -141,6 +141,16 @@ def fetch(capture: CaptureAnswer | str) -> Endpoint[dict[tuple[str, int], Rows]]
     return Endpoint("GET", path, lambda response: read_capture_file(response.content))
 
 
+def check_url(url: str) -> str:
+    """Return the URL of a server; raise SteeringError unless it begins with http:// or https://."""
+    scheme, found, _ = url.partition("://")
+    if not found:
+        raise SteeringError("url", f"{url!r} has no scheme; write http://{url}")
+    if scheme.lower() not in ("http", "https"):
+        raise SteeringError("url", f"{url!r} must begin with http:// or https://")
+    return url
+
+
 def auth_headers(api_key: str | None) -> dict[str, str]:
     """Return the headers that authenticate a request.
 

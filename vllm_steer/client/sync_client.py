@@ -62,7 +62,9 @@ class Client:
             transport: Replacement for httpx's transport, for tests.
         """
         headers = endpoints.auth_headers(api_key)
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
+        self._http = httpx.Client(
+            base_url=endpoints.check_url(url), headers=headers, timeout=timeout, transport=transport
+        )
         self._model = model
         self._retry = retry
 

@@ -133,8 +133,8 @@ class Capabilities:
 
     def _check_readout(self, readout: CompiledReadout, source: str) -> None:
         point = POINT_NAMES[readout.point]
-        if readout.probes:
-            raise SteeringError(source, "named probes are supported in requests only")
+        if readout.probes or readout.omitted:
+            raise SteeringError(source, "probes of modules and autoencoders are supported in fields of requests only")
         if self.no_readouts is not None:
             raise SteeringError(source, self.no_readouts)
         for layer in readout.layers or (readout.layer,):

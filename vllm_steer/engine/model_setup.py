@@ -35,6 +35,7 @@ from vllm_steer.models.install import install_taps
 from vllm_steer.models.parallelism import why_unproven_split, why_wrong_stage
 from vllm_steer.models.recipe import qualified_name
 from vllm_steer.models.sae import encoder_shape, read_encoder
+from vllm_steer.models.sae_site import check_model, models_of
 from vllm_steer.points import POINT_NAMES, POINTS, POINTS_FLAG, points_on
 from vllm_steer.program.dynamic import LENS, SAE_PREFIX
 from vllm_steer.taps.heads import Head, LensHead
@@ -113,7 +114,7 @@ def set_up_steering(
         log = logger.warning if config.plain_code or problem is None else logger.info
         log("Steps without edits and captures run the model with its taps: %s.", untapped)
     heads, no_lens = _heads(model, decoder, vllm_config)
-    heads.update(_autoencoders(config, model_config.get_hidden_size(), device, centring_of(decoder)))
+    heads.update(_autoencoders(config, model_config, device, centring_of(decoder)))
     manager = WorkerSteeringManager(
         decoder,
         ProgramStore(tables, config, decoder.num_layers, decoder.layer_range),
@@ -161,17 +162,19 @@ def _heads(model: Any, decoder: Decoder, vllm_config: Any) -> tuple[dict[str, He
 
 
 def _autoencoders(
-    config: SteeringConfig, hidden_size: int, device: torch.device, centring: Centring
+    config: SteeringConfig, model_config: Any, device: torch.device, centring: Centring
 ) -> dict[str, Head]:
     """Return the autoencoders by the names that programs use, on the rank that returns readouts.
 
     Raises:
-        SteeringError: An autoencoder cannot be read or has another width.
+        SteeringError: An autoencoder cannot be read, has another width, or was made for another model.
     """
     heads: dict[str, Head] = {}
     for name, folder in config.saes.items():
         field = f"steering_config.saes.{name}"
-        _, features = encoder_shape(folder, field, hidden_size)
+        _, features = encoder_shape(folder, field, model_config.get_hidden_size())
+        if not config.sae_any_site:
+            check_model(folder, field, models_of(model_config))
         if get_tensor_model_parallel_rank() == 0:
             head = SparseEncoderHead(read_encoder(folder, field, centring), device)
             heads[SAE_PREFIX + name] = head

@@ -257,6 +257,7 @@ def _registry(engine: Any, capabilities: Capabilities, model: str, config: Steer
         model_name=model,
         saes=config.saes,
         centring=capabilities.facts.get("centring", "unknown"),
+        sae_any_site=config.sae_any_site,
     )
     for name, path in options.modules.items():
         registry.ensure_file(name, path)

@@ -59,6 +59,7 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
     from vllm_steer.models.centring import centring_of
     from vllm_steer.models.discovery import find_decoder
     from vllm_steer.models.sae import check_encoder, encoder_bytes
+    from vllm_steer.models.sae_site import check_model, models_of
     from vllm_steer.points import points_on
     from vllm_steer.program.dynamic import SAE_PREFIX
     from vllm_steer.taps.tables import table_bytes, table_shapes
@@ -101,7 +102,10 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
     )
     facts["tables"] = table_bytes(shapes)
     for name, folder in config.saes.items():
-        shape = check_encoder(folder, f"steering_config.saes.{name}", facts["hidden_size"], centring_of(decoder))
+        field = f"steering_config.saes.{name}"
+        shape = check_encoder(folder, field, facts["hidden_size"], centring_of(decoder))
+        if not config.sae_any_site:
+            check_model(folder, field, models_of(model_config))
         facts["tables"][SAE_PREFIX + name] = encoder_bytes(shape)
 
 

@@ -12,7 +12,9 @@ from cachetools import LRUCache
 from vllm_steer.errors import SteeringError
 from vllm_steer.models.centring import Centring
 from vllm_steer.models.sae import read_feature
-from vllm_steer.program.feature import FeatureVectors
+from vllm_steer.models.sae_site import read_site
+from vllm_steer.program import Program
+from vllm_steer.program.feature import FeatureVectors, SaeSite, with_features, with_sites
 from vllm_steer.spec.scalars import FLOAT32_MAX
 from vllm_steer.taps.sparse_encoder import FloatArray, SparseEncoder
 
@@ -30,12 +32,34 @@ class FeatureReader:
     Args:
         folders: Folder of each autoencoder by name.
         centring: How the setting ``center_writing_weights`` of an autoencoder changes rows of the engine's model.
+        any_site: Whether autoencoders are served at other sites than those that their files name.
     """
 
-    def __init__(self, folders: Mapping[str, str], centring: Centring = "unknown") -> None:
-        self._folders, self._centring = folders, centring
+    def __init__(self, folders: Mapping[str, str], centring: Centring = "unknown", *, any_site: bool = False) -> None:
+        self._folders, self._centring, self._any_site = folders, centring, any_site
+        self._sites: dict[str, SaeSite] = {}
         self._cache: LRUCache[tuple[str, int], FeatureVectors] = LRUCache(_MAX_CACHED)
         self._lock = threading.Lock()
+
+    def fill(self, program: Program) -> Program:
+        """Return a program with the sites and features that its edits and readouts name.
+
+        Raises:
+            SteeringError: The engine has no such autoencoder or feature, or the autoencoder is of another site.
+        """
+        return with_features(with_sites(program, self._site, any_site=self._any_site), self.find)
+
+    def _site(self, sae: str, field: str) -> SaeSite:
+        self._check_name(sae, field)
+        with self._lock:
+            if sae not in self._sites:
+                self._sites[sae] = read_site(self._folders[sae], f"{field}.sae")
+            return self._sites[sae]
+
+    def _check_name(self, sae: str, field: str) -> None:
+        if sae not in self._folders:
+            known = ", ".join(sorted(self._folders)) or "none (--steering-sae NAME=FOLDER)"
+            raise SteeringError(f"{field}.sae", f"no autoencoder is called {sae!r}; this engine has: {known}")
 
     def find(self, sae: str, index: int, field: str) -> FeatureVectors:
         """Return a feature.
@@ -48,9 +72,7 @@ class FeatureReader:
         Raises:
             SteeringError: The engine has no such autoencoder, or it has no such feature.
         """
-        if sae not in self._folders:
-            known = ", ".join(sorted(self._folders)) or "none (--steering-sae NAME=FOLDER)"
-            raise SteeringError(f"{field}.sae", f"no autoencoder is called {sae!r}; this engine has: {known}")
+        self._check_name(sae, field)
         with self._lock:
             cached: FeatureVectors | None = self._cache.get((sae, index))
         if cached is None:

@@ -14,6 +14,7 @@ from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.patching.runner import CONTINUED
 from vllm_steer.points import PointName, how_to_switch_on
 from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.spec.selector import MASK_HINT, refuse_repeated
 from vllm_steer.spec.sites import read_point
 
 Span: TypeAlias = tuple[int, int]
@@ -148,6 +149,7 @@ def _items(value: object, field: str, what: str) -> list[tuple[int, object]]:
         )
     if len(value) > MAX_SELECTOR_ITEMS:
         raise SteeringError(field, f"has {len(value)} items; list 1 to {MAX_SELECTOR_ITEMS} {what} or pairs")
+    refuse_repeated(value, field, what.removesuffix("s"))
     return list(enumerate(value))
 
 
@@ -162,7 +164,9 @@ def _span(item: object, stop: int, field: str, what: str) -> Span:
     elif isinstance(item, (list, tuple)) and len(item) == 2 and all(map(is_integer, item)):
         start, end = (int(each) + (stop if each < 0 else 0) for each in item)
     else:
-        raise SteeringError(field, f"must be a {what} or a [start, stop] pair{_text_form(what)}, not {shown(item)}")
+        hint = f"; {MASK_HINT}" if isinstance(item, bool) else ""
+        problem = f"must be a {what} or a [start, stop] pair{_text_form(what)}, not {shown(item)}{hint}"
+        raise SteeringError(field, problem)
     if not 0 <= start < end <= stop:
         if is_integer(item):
             raise SteeringError(field, f"{what} {item} is outside of the {stop} {what}s, 0 to {stop - 1}")

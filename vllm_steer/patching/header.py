@@ -67,8 +67,11 @@ class SweepInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def row_names(self) -> tuple[str, ...]:
-        """Names of the grids' rows."""
-        return tuple(map(label, self.row_layers))
+        """Names of the grids' rows: the layer and, of a window around it, the layers that are patched together."""
+        return tuple(
+            label(row) if row == span else f"{label(row)} ({label(span)})"
+            for row, span in zip(self.row_layers, self.layers, strict=True)
+        )
 
     @property
     def column_names(self) -> tuple[str, ...]:

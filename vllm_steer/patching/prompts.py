@@ -30,7 +30,7 @@ def read_tokens(value: object, runner: Runner, field: str, *, special: bool) -> 
     """Return a prompt or an answer as tokens.
 
     Args:
-        value: Text or token ids.
+        value: Text or token ids; an answer may be one id.
         runner: Engine whose tokenizer is used.
         field: Path of the value, for errors.
         special: Whether a text gets the tokenizer's special tokens, as prompts do.
@@ -48,8 +48,12 @@ def read_tokens(value: object, runner: Runner, field: str, *, special: bool) -> 
         return tokens
     if hasattr(value, "tolist"):
         value = value.tolist()
+    if is_integer(value) and not special:
+        value = [value]
     if not isinstance(value, (list, tuple)) or not all(map(is_integer, value)):
-        raise SteeringError(field, f"must be a text or a list of token ids, not {shown(value)}")
+        raise SteeringError(
+            field, f"must be a text or a list of token ids{'' if special else ', or one id'}, not {shown(value)}"
+        )
     if not value:
         raise SteeringError(field, "is empty; give at least one token")
     vocab = runner.facts.vocab_size

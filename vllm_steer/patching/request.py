@@ -18,6 +18,7 @@ from vllm_steer.spec.matrix import MatrixForm
 from vllm_steer.spec.scalars import closest, shown
 
 TextForm = Annotated[str | list[int], msgspec.Meta(description="Text, or token ids.")]
+AnswerForm = Annotated[str | int | list[int], msgspec.Meta(description="Text, or one or more token ids.")]
 SpanForm = Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)]
 
 
@@ -36,11 +37,11 @@ class StudyForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
         TextForm | None, msgspec.Meta(description="The corrupt prompt. Instead, give `noise` or `ablate`.")
     ] = None
     answer: Annotated[
-        TextForm | None, msgspec.Meta(description="Answer of the clean prompt; several tokens score as a sequence.")
+        AnswerForm | None, msgspec.Meta(description="Answer of the clean prompt; several tokens score as a sequence.")
     ] = None
-    foil: Annotated[TextForm | None, msgspec.Meta(description="Answer of the corrupt prompt.")] = None
+    foil: Annotated[AnswerForm | None, msgspec.Meta(description="Answer of the corrupt prompt.")] = None
     pairs: Annotated[
-        list[list[TextForm | None]] | None,
+        list[list[AnswerForm | None]] | None,
         msgspec.Meta(description="Several `[clean, corrupt, answer, foil]`, instead of one; no corrupt prompts with "
                      "`noise` or `ablate`."),
     ] = None  # fmt: skip

@@ -38,8 +38,8 @@ class PatchingStudy:
             requests; in asynchronous code, run them with ``asyncio.to_thread``, or await `AsyncClient.patch`.
         clean: The clean prompt, as text or token ids.
         corrupt: The corrupt prompt. Instead, ``noise`` or ``ablate`` can be given.
-        answer: The answer of the clean prompt, as text or token ids. An answer of several tokens is scored as a
-            sequence.
+        answer: The answer of the clean prompt, as text or as one or more token ids. An answer of several tokens is
+            scored as a sequence.
         foil: The answer of the corrupt prompt, for ``logit_diff``.
         pairs: Several ``(clean, corrupt, answer, foil)`` instead of one; ``(clean, answer, foil)`` without corrupt
             prompts.
@@ -81,8 +81,8 @@ class PatchingStudy:
         *,
         clean: str | Sequence[int] | None = None,
         corrupt: str | Sequence[int] | None = None,
-        answer: str | Sequence[int] | None = None,
-        foil: str | Sequence[int] | None = None,
+        answer: str | int | Sequence[int] | None = None,
+        foil: str | int | Sequence[int] | None = None,
         pairs: Sequence[Sequence[Any]] | None = None,
         noise: float | None = None,
         subject: Any = None,

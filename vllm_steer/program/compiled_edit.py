@@ -31,6 +31,8 @@ class CompiledFeature(msgspec.Struct, frozen=True, array_like=True):
     """Whether the activation is set to the edit's ``low``. Otherwise, the strength contains what is added."""
     bias: float = 0.0
     threshold: float = 0.0
+    omitted: tuple[str, ...] = ()
+    """Of `point` and `layer`, those that are the autoencoder's, until the request is composed."""
 
 
 class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.points import POINT_NAMES
+from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, CompiledFeature
 from vllm_steer.program.dynamic import (
     HELD,
@@ -108,7 +108,7 @@ def compile_program(
             *(edit_paths[number] for number in compiled_edits),
             *(capture_paths[number] for _, number in compiled_captures.values()),
         )
-    return Program(
+    program = Program(
         version=WIRE_VERSION,
         width=vectors.width,
         edits=tuple(compiled_edits.values()),
@@ -120,6 +120,29 @@ def compile_program(
         readouts=compiled_readouts,
         stops=compiled_stops,
     )
+    check_order(program)
+    return program
+
+
+def check_order(program: Program) -> None:
+    """Raise SteeringError if an edit is computed before the readout that decides about the same token.
+
+    Edits and readouts whose sites are not filled in are left out.
+    """
+    for i, edit in enumerate(program.edits):
+        site = (edit.layers[0] if edit.layers else 0, edit.point)
+        for j, condition in enumerate(edit.when):
+            readout = program.readouts[condition.readout]
+            omitted = (*readout.omitted, *(edit.feature.omitted if edit.feature else ()))
+            if condition.kind != TOKEN or {"point", "layer"} & set(omitted):
+                continue
+            if site <= (readout.layer, readout.point):
+                raise SteeringError(
+                    f"{condition_source(program.edit_source(i), j, len(edit.when))}.window",
+                    f"the edit at {POINT_NAMES[edit.point]} of layer {site[0]} is computed before the readout at "
+                    f'{POINT_NAMES[readout.point]} of layer {readout.layer}; use the window "previous", or edit later '
+                    "sites only",
+                )
 
 
 class _VectorTable:
@@ -176,7 +199,7 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
         rows = (vectors.add(content_digest(data), data),)
     compiled = CompiledEdit(
         code=CODES[edit.kind],
-        point=POINT_NAMES.index(edit.point),
+        point=_number_of(edit.point),
         layers=_compile_layers(edit.layers),
         vector=(basis or rows)[0],
         strength=float(edit.strength),
@@ -204,10 +227,11 @@ def strength_of(edit: Edit) -> float:
 def _compile_feature(edit: Edit, feature: FeatureEdit, when: tuple[CompiledCondition, ...]) -> CompiledEdit:
     """Return an edit of a feature without its vectors, which :func:`~vllm_steer.program.feature.with_features` adds."""
     new = 0.0 if feature.set is None else feature.set
+    omitted = (*(("point",) if edit.point is None else ()), *(() if edit.layers else ("layer",)))
     return CompiledEdit(
         code=CODES[edit.kind],
-        point=POINT_NAMES.index(edit.point),
-        layers=_compile_layers(edit.layers),
+        point=_number_of(edit.point),
+        layers=_compile_layers(edit.layers) if edit.layers else (0,),
         vector=0,
         strength=0.0,
         low=new,
@@ -217,7 +241,7 @@ def _compile_feature(edit: Edit, feature: FeatureEdit, when: tuple[CompiledCondi
         when=when,
         parts=compile_parts(edit.tokens),
         live=edit.live or "",
-        feature=CompiledFeature(feature.sae, feature.feature, feature.set is not None),
+        feature=CompiledFeature(feature.sae, feature.feature, feature.set is not None, omitted=omitted),
     )
 
 
@@ -275,6 +299,7 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
         cosine=readout.cosine,
         parts=compile_parts(readout.tokens),
         mlp=mlp,
+        omitted=readout.omitted,
     )
 
 
@@ -317,19 +342,8 @@ def _compile_condition(
     elif condition.count is not None:
         kind = HELD
     readout = readouts[index]
-    first_layer = 0 if edit.layers == "all" else edit.layers[0]
-    edited = (first_layer, POINT_NAMES.index(edit.point))
     if kind == TOKEN and readout.mlp is not None:
-        raise SteeringError(
-            f"{field}.window",
-            TOO_LATE,
-        )
-    if kind == TOKEN and edited <= (readout.layer, POINT_NAMES.index(readout.point)):
-        raise SteeringError(
-            f"{field}.window",
-            f"the edit at {edit.point} of layer {first_layer} is computed before the readout at {readout.point} of "
-            f'layer {readout.layer}; use the window "previous", or edit later sites only',
-        )
+        raise SteeringError(f"{field}.window", TOO_LATE)
     if kind != TOKEN and edit.tokens.to_wire() in ("all", "prompt", "last_prompt", *PROMPT_PARTS):
         raise SteeringError(
             f"{field}.window",
@@ -360,6 +374,11 @@ def _compile_captures(spec: CaptureSpec, projection: int) -> list[CompiledCaptur
         )
         for point, layers in spec.hooks
     ]
+
+
+def _number_of(point: PointName | None) -> int:
+    """Return the number of a point, and 0 in the place of one that is filled in later."""
+    return 0 if point is None else POINT_NAMES.index(point)
 
 
 def _compile_layers(layers: Layers) -> tuple[int, ...]:

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.compiled_edit import CompiledEdit
-from vllm_steer.program.compiler import compile_mlp, compile_program
+from vllm_steer.program.compiler import check_order, compile_mlp, compile_program
 from vllm_steer.program.dynamic import TOKEN, CompiledReadout, CompiledStop
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.spec import Projection
 from vllm_steer.spec.condition import condition_source
-from vllm_steer.spec.mlp import HAS_HIDDEN_LAYER, NO_COSINE, TOO_LATE, MlpProbe
+from vllm_steer.spec.mlp import NO_COSINE, TOO_LATE, MlpProbe
+from vllm_steer.spec.probe import Probe
 from vllm_steer.spec.scalars import read_number
 
 
@@ -74,32 +76,39 @@ def join(programs: Sequence[Program]) -> Program:
     )
 
 
-FindProbes = Callable[[tuple[str, ...], str], Projection | MlpProbe]
+FindProbe = Callable[[str, str], Probe]
 
 
-def with_probes(program: Program, find: FindProbes) -> Program:
+def with_probes(program: Program, find: FindProbe) -> Program:
     """Return the program with the probes of modules that its readouts name replaced by their content.
 
     Args:
         program: The program.
-        find: Returns the directions of some probes, or the probe with a hidden layer that a single name refers to. It
-            gets the names and the path of the field.
+        find: Returns a probe. It gets the name and the path of the field.
 
     Raises:
-        SteeringError: The directions differ in width from other vectors of the request, or a probe with a hidden layer
-            cannot be used as the request does.
+        SteeringError: The weights differ in width from other vectors of the request, the request contradicts what is
+            registered with a probe, or a probe cannot be used as the request does.
     """
     vectors = dict(zip(program.digests, program.vectors, strict=True))
     width = program.width if program.vectors else 0
     readouts = []
     for number, readout in enumerate(program.readouts):
         if readout.probes:
-            field = f"{program.readout_source(number)}.{'probe' if readout.scalar else 'projections'}"
-            projection = find(readout.probes, field)
-            if isinstance(projection, MlpProbe):
-                _check_mlp(program, number, field)
-                readout = msgspec.structs.replace(readout, mlp=compile_mlp(projection))
-                projection = projection.weights
+            source = program.readout_source(number)
+            field = f"{source}.{'probe' if readout.scalar else 'projections'}"
+            if readout.scalar:
+                name = readout.probes[0]
+                probe = find(name, f"{field}[0]")
+                readout = _with_reading(readout, probe, name, source)
+                if isinstance(probe.weights, MlpProbe):
+                    _check_mlp(program, number)
+                    readout = msgspec.structs.replace(readout, mlp=compile_mlp(probe.weights))
+                    projection = probe.weights.weights
+                else:
+                    projection = Projection([probe.weights], field)
+            else:
+                projection = _projection(readout, find, source, field)
             own = projection.directions.shape[1]
             if width not in (0, own):
                 raise SteeringError(field, f"has width {own}, but other vectors of the request have width {width}")
@@ -111,16 +120,47 @@ def with_probes(program: Program, find: FindProbes) -> Program:
                 readout, probes=(), vectors=tuple(places[digest] for digest in projection.digests)
             )
         readouts.append(readout)
-    return msgspec.structs.replace(
+    filled = msgspec.structs.replace(
         program, width=width, digests=tuple(vectors), vectors=tuple(vectors.values()), readouts=tuple(readouts)
+    )
+    check_order(filled)
+    return filled
+
+
+def _with_reading(readout: CompiledReadout, probe: Probe, name: str, source: str) -> CompiledReadout:
+    """Return a readout with the bias, sigmoid, point and layer that are registered with its probe."""
+    point = POINT_NAMES[readout.point]
+    given = {"bias": readout.bias, "sigmoid": readout.sigmoid, "point": point, "layer": readout.layer}
+    probe.check(name, {key: value for key, value in given.items() if key not in readout.omitted}, source)
+    for key in ("point", "layer"):
+        if key in readout.omitted and key not in probe.reading:
+            raise SteeringError(f"{source}.{key}", f"is missing; the probe {name} was registered without it")
+    if readout.cosine and (probe.bias or probe.sigmoid):
+        problem = f"cannot be combined with the probe {name}, which was registered with a bias or a sigmoid; omit it"
+        raise SteeringError(f"{source}.cosine", problem)
+    whole = given | probe.reading
+    return msgspec.structs.replace(
+        readout,
+        bias=whole["bias"],
+        sigmoid=whole["sigmoid"],
+        point=POINT_NAMES.index(whole["point"]),
+        layer=whole["layer"],
+        omitted=(),
     )
 
 
-def _check_mlp(program: Program, number: int, field: str) -> None:
+def _projection(readout: CompiledReadout, find: FindProbe, source: str, field: str) -> Projection:
+    directions = []
+    for i, name in enumerate(readout.probes):
+        probe = find(name, f"{field}[{i}]")
+        probe.check(name, {"point": POINT_NAMES[readout.point], "layer": readout.layer}, source)
+        directions.append(probe.projected(name, f"{field}[{i}]"))
+    return Projection(directions, field)
+
+
+def _check_mlp(program: Program, number: int) -> None:
     """Raise :class:`SteeringError` unless the readout with that index may have a hidden layer."""
     readout = program.readouts[number]
-    if not readout.scalar:
-        raise SteeringError(field, f"{', '.join(readout.probes)} {HAS_HIDDEN_LAYER}")
     if readout.cosine:
         raise SteeringError(f"{program.readout_source(number)}.cosine", NO_COSINE)
     for i, edit in enumerate(program.edits):

@@ -75,6 +75,8 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
     """Parts of the output to which the returned tokens are restricted."""
     mlp: CompiledMlp | None = None
     """The rest of a probe with a hidden layer; None for other readouts."""
+    omitted: tuple[str, ...] = ()
+    """Fields that the named probe or the autoencoder fills in when the request is composed."""
 
     @property
     def site_number(self) -> int:

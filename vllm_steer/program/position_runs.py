@@ -17,7 +17,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.instructions import ADD, CLAMP, FEATURE, MEASURE, REPLACE_AT, SET_AT
 from vllm_steer.program.program import Program
-from vllm_steer.spec.edit import check_row_count
+from vllm_steer.spec.matrix import check_row_count
 from vllm_steer.spec.selector import Interval
 
 NO_OPERAND = -1

@@ -26,10 +26,10 @@ from vllm_steer.params import (
 )
 from vllm_steer.program import Program, compile_program, join, with_probes, with_source
 from vllm_steer.registry.index import ResolvedModule
-from vllm_steer.registry.module import DIGEST_PREFIX, Probe
+from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection, Vector
-from vllm_steer.spec.mlp import HAS_HIDDEN_LAYER, MlpProbe
+from vllm_steer.spec.probe import Probe
 from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, ProbeReference, Reference, parse_probe
 
 _COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY, IDLE_KEY)
@@ -93,7 +93,7 @@ def resolve_probes(
         SteeringError: A module has no probe of that name.
     """
     return tuple(
-        (consumer, spec.with_reduce(_projection(spec.reduce, snapshot, f"capture.{consumer}.reduce.probes")))
+        (consumer, spec.with_reduce(_projection(spec, spec.reduce, snapshot, f"capture.{consumer}")))
         if isinstance(spec.reduce, NamedProjection)
         else (consumer, spec)
         for consumer, spec in specs
@@ -107,7 +107,7 @@ def find_probe(name: object, snapshot: Snapshot, field: str) -> Vector:
         UnknownModuleError: The module is unknown.
         SteeringError: The name has another form, or the module has no such probe.
     """
-    return _find_probe(parse_probe(name, field), snapshot, field)
+    return _find(parse_probe(name, field), snapshot, field).direction(name, field)
 
 
 def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
@@ -117,7 +117,7 @@ def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot) -> dict[str, 
     joined = own
     composed = {key: value for key, value in steering_args.items() if key not in (MODULES_KEY, IDLE_KEY)}
     if own is not None and any(readout.probes for readout in own.readouts):
-        own = joined = with_probes(own, lambda names, field: _directions(names, snapshot, field))
+        own = joined = with_probes(own, lambda name, field: _find(parse_probe(name, field), snapshot, field))
         composed[PROGRAM_KEY] = own.encode_cached()
     if own is not None and references is not None and CAPTURE_KEY in steering_args:
         specs = resolve_probes(read_specs(steering_args), snapshot)
@@ -153,25 +153,19 @@ def _resolve(references: tuple[Reference, ...], snapshot: Snapshot) -> tuple[Res
     return tuple(snapshot.find(each, f"{MODULES_FIELD}[{i}]")[0] for i, each in enumerate(references))
 
 
-def _directions(names: tuple[str, ...], snapshot: Snapshot, field: str) -> Projection | MlpProbe:
-    named = NamedProjection.parse(list(names), field)
-    if len(names) == 1 and isinstance(probe := _find(named.probes[0], snapshot, f"{field}[0]"), MlpProbe):
-        return probe
-    return _projection(named, snapshot, field)
-
-
-def _projection(named: NamedProjection, snapshot: Snapshot, field: str) -> Projection:
+def _projection(spec: CaptureSpec, named: NamedProjection, snapshot: Snapshot, source: str) -> Projection:
+    """Return the directions of the probes that a capture names; raise SteeringError if it reads them elsewhere."""
     directions = []
-    for i, probe in enumerate(named.probes):
-        directions.append(_find_probe(probe, snapshot, f"{field}[{i}]"))
-    return Projection(directions, field)
-
-
-def _find_probe(probe: ProbeReference, snapshot: Snapshot, field: str) -> Vector:
-    found = _find(probe, snapshot, field)
-    if isinstance(found, MlpProbe):
-        raise SteeringError(field, f"{probe} {HAS_HIDDEN_LAYER}")
-    return found
+    for i, name in enumerate(named.probes):
+        field = f"{source}.reduce.probes[{i}]"
+        probe = _find(name, snapshot, field)
+        for point, layers in spec.hooks:
+            for layer in () if layers == "all" else layers:
+                probe.check(name, {"point": point, "layer": layer}, field)
+            if layers == "all" and probe.layer is not None:
+                raise SteeringError(field, f"{name} was registered with layer {probe.layer}; capture that layer only")
+        directions.append(probe.projected(name, field))
+    return Projection(directions, f"{source}.reduce.probes")
 
 
 def _find(probe: ProbeReference, snapshot: Snapshot, field: str) -> Probe:

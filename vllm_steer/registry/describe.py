@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.module import TIERS, Module
-from vllm_steer.registry.schema import Content, GlobalSteering, ModuleInfo, ModuleList, ModuleUse
+from vllm_steer.registry.schema import Content, GlobalSteering, ModuleInfo, ModuleList, ModuleUse, ProbeInfo
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec.references import Reference
 
@@ -65,6 +65,7 @@ def _content(module: Module, data: bool) -> Content:
     return Content(
         tiers=tiers,
         edits=[f"{edit.kind} at {edit.point}" for edit in module.edits],
+        probes={name: ProbeInfo.of(probe) for name, probe in module.probes.items()},
         num_bytes=module.num_bytes,
         data=module.to_wire() if data else None,
     )

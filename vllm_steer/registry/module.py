@@ -18,9 +18,9 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import Program, compile_program
-from vllm_steer.spec import Edit, Vector, parse_vector
+from vllm_steer.spec import Edit, Vector
 from vllm_steer.spec.fields import collect_edits, read_edits, read_vectors
-from vllm_steer.spec.mlp import MlpProbe, is_mlp
+from vllm_steer.spec.probe import Probe
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import shown
 from vllm_steer.spec.selector import SelectorName
@@ -31,7 +31,6 @@ TIERS: Mapping[str, SelectorName] = MappingProxyType({"base": "all", "prefill": 
 EDITS, PROBES = "edits", "probes"
 CONTENT_KEYS: tuple[str, ...] = (*TIERS, EDITS, PROBES)
 
-Probe = Vector | MlpProbe
 MAX_PROBES = 1024
 DIGEST_PREFIX = "sha256:"
 
@@ -49,7 +48,7 @@ class Module:
     edits: tuple[Edit, ...] = ()
     """Edits of any kind, each with its own token selector."""
     probes: Mapping[str, Probe] = field(default_factory=lambda: MappingProxyType({}))
-    """Probes by name: directions, float32 ``[H]``, or probes with a hidden layer."""
+    """Probes by name."""
 
     @property
     def all_edits(self) -> tuple[Edit, ...]:
@@ -61,7 +60,7 @@ class Module:
         """Vectors of all edits, then the probes. The first array of a probe with a hidden layer is ``[n, H]``."""
         yield from (edit.vector for edit in self.all_edits)
         for probe in self.probes.values():
-            yield from probe.arrays.values() if isinstance(probe, MlpProbe) else (probe,)
+            yield from probe.arrays
 
     @property
     def width(self) -> int:
@@ -98,12 +97,7 @@ class Module:
         if self.edits:
             written[EDITS] = [{**edit.to_wire(), "vector": encode(edit.vector)} for edit in self.edits]
         if self.probes:
-            written[PROBES] = {
-                name: {**{key: encode(array) for key, array in probe.arrays.items()}, "activation": probe.activation}
-                if isinstance(probe, MlpProbe)
-                else encode(probe)
-                for name, probe in self.probes.items()
-            }
+            written[PROBES] = {name: probe.to_wire(encode) for name, probe in self.probes.items()}
         return written
 
     def merged(self, change: Module) -> Module:
@@ -142,8 +136,8 @@ def parse_module(content: Mapping[str, Any]) -> Module:
     Args:
         content: Values by key; None means absent. ``base``, ``prefill`` and ``decode`` are
             ``{point: {layer: vector | {"vector": ..., "scale": ...}}}``. ``edits`` is a list of `Edit` objects or of
-            dicts with its arguments. ``probes`` is ``{name: vector}``; a probe with a hidden layer is a dict of
-            :class:`~vllm_steer.spec.mlp.MlpForm`'s fields.
+            dicts with its arguments. ``probes`` is ``{name: probe}``; a probe is a vector or a dict of
+            :class:`~vllm_steer.spec.probe.ProbeForm`'s fields.
 
     Raises:
         SteeringError: A key is unknown, a value is invalid, vectors differ in width, or the module is empty. Its
@@ -179,9 +173,8 @@ def parse_module(content: Mapping[str, Any]) -> Module:
     tiers = {tier: _merge_tier((), edits.get(tier, ())) for tier in TIERS}
     module = Module(**tiers, edits=edits.get(EDITS, ()), probes=MappingProxyType(probes))
     for name, probe in probes.items():
-        width = probe.width if isinstance(probe, MlpProbe) else probe.size
-        if width != module.width:
-            raise SteeringError(f"{PROBES}.{name}", f"has width {width}; other vectors have {module.width}")
+        if probe.width != module.width:
+            raise SteeringError(f"{PROBES}.{name}", f"has width {probe.width}; other vectors have {module.width}")
     if not module.width:
         raise SteeringError("module", f"is empty; provide at least one of {', '.join(CONTENT_KEYS)}")
     return module
@@ -189,15 +182,11 @@ def parse_module(content: Mapping[str, Any]) -> Module:
 
 def _read_probes(value: object) -> dict[str, Probe]:
     if not isinstance(value, Mapping) or not value:
-        raise SteeringError(PROBES, f"must be a non-empty {{name: vector}}, not {shown(value)}")
+        raise SteeringError(PROBES, f"must be a non-empty {{name: probe}}, not {shown(value)}")
     if len(value) > MAX_PROBES:
         raise SteeringError(PROBES, f"has {len(value)} probes; at most {MAX_PROBES} are allowed")
     named = {read_name(name, PROBES): vector for name, vector in value.items()}
-    return {name: _read_probe(named[name], f"{PROBES}.{name}") for name in sorted(named)}
-
-
-def _read_probe(value: Any, field: str) -> Probe:
-    return MlpProbe.parse(value, field) if is_mlp(value) else parse_vector(value, field)
+    return {name: Probe.parse(named[name], f"{PROBES}.{name}") for name in sorted(named)}
 
 
 def _merge_tier(old: Iterable[Edit], new: Iterable[Edit]) -> tuple[Edit, ...]:

@@ -5,8 +5,9 @@ Tensor ``tier.point.layer`` (``base.post_block.12``) is a vector of a tier, and 
 shape ``[H]`` and dtype float32, float16, bfloat16 or float64. A probe with a hidden layer has the tensors
 ``mlp_probes.name.weights`` ``[n, H]``, ``mlp_probes.name.outputs`` ``[n]`` and, if wanted, ``mlp_probes.name.biases``.
 All metadata are optional: ``description`` and ``model`` are strings; ``provenance``, ``scales`` (scale by tensor name),
-``activations`` (activation by the name of a probe) and ``edits`` are JSON. ``edits`` is a list of edits whose
-``vector`` is the name of a tensor ``edits.anything``.
+``activations`` (activation by the name of a probe), ``probes`` (``bias``, ``sigmoid``, ``point`` and ``layer`` by the
+name of a probe) and ``edits`` are JSON. ``edits`` is a list of edits whose ``vector`` is the name of a tensor
+``edits.anything``.
 
 Files are untrusted: the header is validated before it is used, and the content like that of any request.
 """
@@ -29,6 +30,7 @@ from vllm_steer.registry.module import EDITS, MAX_PROBES, PROBES, TIERS, Module,
 from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.spec.mlp import ARRAYS as MLP_ARRAYS
 from vllm_steer.spec.mlp import MlpProbe
+from vllm_steer.spec.probe import READING
 from vllm_steer.spec.scalars import shown
 from vllm_steer.spec.vector import PACKED_DTYPES, from_bytes
 
@@ -38,7 +40,7 @@ MLP_PROBES = "mlp_probes"
 _MAX_TENSORS = MAX_EDITS + MAX_PROBES * len(MLP_ARRAYS)
 _TENSOR_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 """Keys of a tensor in the header; safetensors ignores all others."""
-_FILE_METADATA_KEYS = (*METADATA_KEYS, _SCALES, _ACTIVATIONS, EDITS, "format")
+_FILE_METADATA_KEYS = (*METADATA_KEYS, _SCALES, _ACTIVATIONS, PROBES, EDITS, "format")
 
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
@@ -73,6 +75,7 @@ def read_module(data: bytes) -> tuple[Module, ModuleMetadata]:
         if twice := min(mlps.keys() & probes.keys(), default=None):
             raise SteeringError(_shown_name(f"{PROBES}.{twice}"), f"is also in {MLP_PROBES}; use another name")
         probes.update(mlps)
+    _add_readings(content.get(PROBES, {}), _json(metadata, PROBES, dict) or {})
     provenance = _json(metadata, "provenance", dict)
     return parse_module(content), parse_metadata({**metadata, "provenance": provenance})
 
@@ -97,12 +100,14 @@ def write_module(module: Module, metadata: ModuleMetadata = ModuleMetadata()) ->
         edits.append({**edit.to_wire(), "vector": f"{EDITS}.{i}"})
     activations = {}
     for name, probe in module.probes.items():
-        if isinstance(probe, MlpProbe):
-            tensors.update((f"{MLP_PROBES}.{name}.{key}", array) for key, array in probe.arrays.items())
-            activations[name] = probe.activation
+        if isinstance(probe.weights, MlpProbe):
+            tensors.update((f"{MLP_PROBES}.{name}.{key}", array) for key, array in probe.weights.arrays.items())
+            activations[name] = probe.weights.activation
         else:
-            tensors[f"{PROBES}.{name}"] = probe
+            tensors[f"{PROBES}.{name}"] = probe.weights
     strings = {"description": metadata.description, "provenance": json.dumps(metadata.provenance)}
+    if readings := {name: probe.reading for name, probe in module.probes.items() if probe.reading}:
+        strings[PROBES] = json.dumps(readings)
     if activations:
         strings[_ACTIVATIONS] = json.dumps(activations)
     if metadata.model is not None:
@@ -182,6 +187,19 @@ def _mlp_probes(tensors: dict[str, np.ndarray], activations: dict[str, Any]) -> 
             if array not in probe:
                 raise SteeringError(_shown_name(f"{MLP_PROBES}.{name}.{array}"), "is missing from the file")
     return probes
+
+
+def _add_readings(probes: dict[str, Any], readings: Mapping[str, Any]) -> None:
+    """Add bias, sigmoid, point and layer to the probes of a file."""
+    path = f"metadata.{PROBES}"
+    for name, reading in readings.items():
+        if name not in probes:
+            raise SteeringError(path, f"{shown(name)} names no probe of the file")
+        if not isinstance(reading, dict) or not reading.keys() <= set(READING):
+            problem = f"must be an object with some of {', '.join(READING)}, not {shown(reading)}"
+            raise SteeringError(f"{path}.{_shown_name(name)}", problem)
+        probe = probes[name]
+        probes[name] = {**(probe if isinstance(probe, dict) else {"weights": probe}), **reading}
 
 
 def _content(tensors: dict[str, np.ndarray], scales: dict[str, Any], edits: list[Any]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from vllm_steer.models.centring import Centring
 from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.params import APPLIED_KEY, FEATURES_KEY, PROGRAM_KEY
 from vllm_steer.program import Program
-from vllm_steer.program.feature import with_features
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.composer import RequestComposer
 from vllm_steer.registry.describe import describe_module, describe_modules, describe_steering
@@ -78,6 +77,7 @@ class SteeringRegistry:
         model_name: str | None = None,
         saes: Mapping[str, str] | None = None,
         centring: Centring = "unknown",
+        sae_any_site: bool = False,
     ) -> None:
         """Create a registry and validate the global steering that ``store`` already contains.
 
@@ -88,6 +88,7 @@ class SteeringRegistry:
             model_name: Label of the engine's metrics; None disables metrics.
             saes: Folder of each autoencoder of the engine by name.
             centring: How the setting ``center_writing_weights`` of an autoencoder changes rows of the engine's model.
+            sae_any_site: Whether autoencoders are served at other sites than those that their files name.
 
         Raises:
             SteeringError: The stored global steering cannot be read, or the engine cannot serve it.
@@ -96,7 +97,7 @@ class SteeringRegistry:
         self._store = MemoryStore() if store is None else store
         self._limits = limits
         self._composer = RequestComposer()
-        self._features = FeatureReader({} if saes is None else saes, centring)
+        self._features = FeatureReader({} if saes is None else saes, centring, any_site=sae_any_site)
         self._model_name = model_name
         self._reported: Snapshot | None = None
         self._check_stored(self.snapshot())
@@ -130,8 +131,9 @@ class SteeringRegistry:
             decode: Like ``base``, for generated tokens.
             edits: List of `Edit` or of dicts with its arguments, applied after ``base``,
                 ``prefill`` and ``decode``.
-            probes: ``{name: vector}``, directions for readouts, captures and rows of ``replace``. A probe with a hidden
-                layer is a dict with ``weights``, ``outputs``, ``biases`` and ``activation``, for readouts only.
+            probes: ``{name: probe}`` for readouts, captures and vectors of edits. A probe is a direction, or a dict of
+                its ``weights`` and of ``bias``, ``sigmoid``, ``point`` and ``layer``, which readouts that name it take.
+                A probe with a hidden layer has ``outputs``, ``biases`` and ``activation`` too, for readouts only.
             description: Free text.
             model: Model that the vectors were computed for; informational.
             provenance: Origin of the vectors; informational.
@@ -322,7 +324,7 @@ class SteeringRegistry:
         See `RequestComposer.compose`.
         """
         if FEATURES_KEY in extra and PROGRAM_KEY in extra:
-            program = with_features(Program.from_bytes(extra[PROGRAM_KEY]), self._features.find)
+            program = self._features.fill(Program.from_bytes(extra[PROGRAM_KEY]))
             rest = {name: value for name, value in extra.items() if name != FEATURES_KEY}
             extra = {**rest, PROGRAM_KEY: program.encode_cached()}
         if snapshot is None:

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.registry.metadata import ModuleMetadata
+from vllm_steer.spec.mlp import MlpProbe
+from vllm_steer.spec.probe import Probe
 
 
 class _Answer(BaseModel):
@@ -53,6 +59,27 @@ class SteeringApplied(_Answer):
     known when the request has finished: a stream that has any ends with one more event."""
 
 
+class ProbeInfo(_Answer):
+    """How a probe is read. A readout that names the probe takes the registered values; null was not registered."""
+
+    bias: float | None
+    """Added to the product."""
+    sigmoid: bool | None
+    """Whether the score is the sigmoid of the sum."""
+    point: str | None
+    """Hook point for which the probe was made."""
+    layer: int | None
+    """Layer for which the probe was made."""
+    hidden: int | None
+    """Number of hidden units; null for a direction."""
+
+    @classmethod
+    def of(cls, probe: Probe) -> ProbeInfo:
+        """Return the description of a probe."""
+        hidden = len(probe.weights.weights.directions) if isinstance(probe.weights, MlpProbe) else None
+        return cls(bias=probe.bias, sigmoid=probe.sigmoid, point=probe.point, layer=probe.layer, hidden=hidden)
+
+
 class Content(_Answer):
     """Sites that some content edits. The vectors are in `data` if they were requested."""
 
@@ -61,6 +88,8 @@ class Content(_Answer):
     tokens."""
     edits: list[str]
     """Kind and point of each edit in `edits`, in the order in which they apply."""
+    probes: dict[str, ProbeInfo] = {}
+    """Probes by name."""
     num_bytes: int
     """Size of the vectors in float32, in bytes."""
     data: dict[str, Any] | None = None
@@ -95,6 +124,20 @@ class ModuleInfo(_Answer):
     problem: str | None
     """Reason why the content cannot be read from the registry's directory, or null. Requests that name the module are
     then rejected."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the module to a safetensors file, from which it can be registered again with the same digest.
+
+        Raises:
+            SteeringError: The vectors are missing: get the module with ``data=True``.
+        """
+        from vllm_steer.registry.module import parse_module
+        from vllm_steer.registry.module_files import write_module
+
+        if self.content.data is None:
+            raise SteeringError("content.data", "is missing; get the module with data=True")
+        about = ModuleMetadata(self.description, self.model, self.provenance)
+        Path(path).write_bytes(write_module(parse_module(self.content.data), about))
 
 
 class ModuleList(_Answer):

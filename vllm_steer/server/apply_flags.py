@@ -217,7 +217,8 @@ def _named_paths(texts: Sequence[str], flag: str) -> dict[str, str]:
     for text in texts:
         name, equals, path = text.partition("=")
         if not equals or not path:
-            raise SteeringError(flag, f"must be {'name=path' if flag == MODULES else 'name=folder'}, not {text!r}")
+            form = "name=path" if flag == MODULES else "name=folder"
+            raise SteeringError(flag, f"must be {form}, not {text!r}; a model's name comes before the flags")
         if read_name(name, flag) in paths:
             raise SteeringError(flag, f"{name} is given twice")
         if not (Path(path).is_file() if flag == MODULES else Path(path).is_dir()):

@@ -85,7 +85,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         CONSUMERS,
         "A destination of captured rows besides memory, which is the response itself: e.g. "
         "filesystem:root=/data/captures. Repeatable.",
-        action="append",
+        nargs="+",
+        action="extend",
         metavar="NAME:key=value,...",
     )
     add(
@@ -96,15 +97,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         MODULES,
-        "A module to register at start, from a safetensors file. Repeatable.",
-        action="append",
+        "Modules to register at start, from safetensors files. Repeatable.",
+        nargs="+",
+        action="extend",
         metavar="NAME=PATH",
     )
     add(
         SAE,
         "A sparse autoencoder for readouts and `feature` edits, from a local folder of SAELens, Gemma Scope (1 and 2) "
         "or sparsify. Its encoder is kept on the device in float32. Repeatable.",
-        action="append",
+        nargs="+",
+        action="extend",
         metavar="NAME=FOLDER",
     )
     add(
@@ -112,7 +115,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "The tokens that begin and end a part of the output, as ids or as text that is one token, for example "
         "tool_call=START,END or thinking=START,END. By default those of --reasoning-parser and --tool-call-parser. "
         "Repeatable.",
-        action="append",
+        nargs="+",
+        action="extend",
         metavar="NAME=START,END",
     )
     add(
@@ -130,7 +134,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         PEERS,
         "Also serve the request keys of another project, for its scripts. Repeatable.",
-        action="append",
+        nargs="+",
+        action="extend",
         choices=tuple(PEER_MIDDLEWARE),
     )
     add(POLICY, f"{_sentence(POLICY_HELP)}. Default: wait.", choices=CAPTURE_POLICIES)

@@ -45,8 +45,8 @@ RowsForm = Annotated[
     ),
     msgspec.Meta(
         description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
-        "each of the n positions in `tokens` in ascending order, and, over HTTP, the id of a stored capture or "
-        "the name of a module's probe instead of rows."
+        "each of the n positions in `tokens` in ascending order, and, over HTTP, the id of a stored capture instead. "
+        "Over HTTP, every kind but `feature` takes the name of a module's probe instead of a vector."
     ),
 ]
 """JSON form of the vector of an edit."""
@@ -63,12 +63,12 @@ def refuse_names(vector: object, *, takes_matrix: bool) -> None:
     """
     if not isinstance(vector, Mapping) or not any(key in vector for key in _NAMING_KEYS):
         return
-    if not takes_matrix:
+    if not takes_matrix and _NAMING_KEYS[0] in vector:
         raise SteeringError("vector", "refers to rows stored on a server; only replace takes stored rows")
     raise SteeringError(
         "vector",
-        "refers to rows stored on a server, which Edit(...) cannot look up; in a request to that server write the edit "
-        "as a plain dict; offline pass the CaptureResult or an array",
+        "refers to rows or to a module on a server, which Edit(...) cannot look up; in a request to that server write "
+        "the edit as a plain dict; offline pass the CaptureResult or an array",
     )
 
 
@@ -134,6 +134,8 @@ def rows_of(
         )
     if len(rows) != len(found):  # a mean or the last row
         return rows[0], tokens
+    if getattr(captured, "paired", False):
+        return (rows if len(rows) > 1 else rows[0]), tokens
     if tokens is None:
         return (rows, found) if len(found) > 1 else (rows[0], found)
     selector = Selector.parse(tokens)

@@ -12,19 +12,21 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES
-from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG, PointName
+from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS_FLAG, PointName
 from vllm_steer.spec.arguments import suggest_arguments
-from vllm_steer.spec.capture_source import (
-    CapturedRows,
-    RowsForm,
-    is_captured,
-    refuse_names,
-    rows_of,
-)
+from vllm_steer.spec.capture_source import CapturedRows, RowsForm, is_captured, refuse_names, rows_of
 from vllm_steer.spec.condition import Condition, ConditionForm, WhenInput, read_when
 from vllm_steer.spec.feature import PARAMETERS as FEATURE_PARAMETERS
 from vllm_steer.spec.feature import FeatureEdit, no_vector, read_feature_edit
-from vllm_steer.spec.matrix import Matrix, MatrixForm, MatrixInput, is_matrix, parse_matrix, parse_subspace
+from vllm_steer.spec.matrix import (
+    Matrix,
+    MatrixForm,
+    MatrixInput,
+    check_num_rows,
+    is_matrix,
+    parse_matrix,
+    parse_subspace,
+)
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import Selector, TokensForm, TokensInput
@@ -118,17 +120,19 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ]
     point: Annotated[
-        PointForm,
+        PointForm | None,
         msgspec.Meta(
-            description=f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}. Names of other libraries are "
+            description="Required, except for a `feature` whose autoencoder names its site. "
+            f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}. Names of other libraries are "
             f"accepted, such as `hook_resid_post`; {NAMES_LISTED}."
         ),
-    ]
+    ] = None
     vector: RowsForm = None
     layers: Annotated[
         LayersForm | None,
         msgspec.Meta(
-            description='One layer, a list of layers, or "all". Omit it if the name of the point has a layer.'
+            description='One layer, a list of layers, or "all". Omit it if the name of the point, or the autoencoder '
+            "of a `feature`, has a layer."
         ),
     ] = None
     strength: Annotated[float, msgspec.Meta(description="Multiplies the edit.")] = 1.0
@@ -176,7 +180,7 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Edit:
     """An edit of the residual stream, validated on construction and immutable.
 
-    All arguments are keyword-only. Equality and hash are by content.
+    All arguments other than ``kind`` are keyword-only. Equality and hash are by content.
 
     In requests, an edit is a JSON object with the arguments as keys.
 
@@ -189,10 +193,10 @@ class Edit:
 
     kind: KindName
     """The computation: a name in `KINDS`."""
-    point: PointName
-    """The hook point: a name in `vllm_steer.points.POINTS`."""
+    point: PointName | None
+    """The hook point: a name in `vllm_steer.points.POINTS`. None for the site of a feature's autoencoder."""
     layers: Layers
-    """Ascending layer numbers, or ``"all"``."""
+    """Ascending layer numbers, or ``"all"``; empty for the site of a feature's autoencoder."""
     vector: Vector
     """float32 ``[H]``, finite, read-only; not zero if the kind needs a direction. ``replace`` may have a matrix
     ``[n, H]`` instead, with one row for each of the n positions in ``tokens``, ascending."""
@@ -217,9 +221,9 @@ class Edit:
     @suggest_arguments(ARGUMENT_ALIASES)
     def __init__(
         self,
-        *,
         kind: KindName,
-        point: PointName | str,
+        *,
+        point: PointName | str | None = None,
         layers: "LayersInput | None" = None,
         vector: "VectorInput | MatrixInput | CapturedRows | None" = None,
         strength: float = 1.0,
@@ -241,6 +245,7 @@ class Edit:
             point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``. Engines that were started with them also have
                 ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, which edit a row of that branch instead of the stream.
                 Names of other libraries, such as ``"hook_resid_post"``, are accepted (docs/reference/points.md).
+                ``feature`` may leave out point and layers if the files of its autoencoder name them.
             layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``. Omit it if
                 the name of the point has a layer, as ``"blocks.3.hook_resid_post"``.
             vector: A list, numpy array or torch tensor of shape ``[H]``, the model's hidden size, or the packed form
@@ -270,7 +275,9 @@ class Edit:
         """
         definition = KINDS[read_choice(kind, KINDS, "kind", aliases=KIND_ALIASES)]
         conditions = read_when(when)
-        place, named_layer = read_site(point, "point")
+        place, named_layer = (None, None) if point is None else read_site(point, "point")
+        if place is None and definition.name != "feature":
+            raise SteeringError("point", f"is missing; use one of {', '.join(POINT_NAMES)}")
         given = {"sae": sae, "feature": feature, "set": set, "add": add}
         chosen: FeatureEdit | None = None
         if definition.name == "feature":
@@ -289,14 +296,16 @@ class Edit:
                 if not definition.takes_matrix:
                     raise SteeringError("vector", f"is a capture, which {definition.name} does not take; use replace")
                 captured_layers = read_layers_of(named_layer, layers, place)
-                vector, tokens = rows_of(vector, place, captured_layers, tokens)
+                vector, tokens = rows_of(vector, str(place), captured_layers, tokens)
             rows = _read_rows(vector, definition)
         if tokens is None:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
         checked = {
             "kind": definition.name,
             "point": place,
-            "layers": read_layers_of(named_layer, layers, place),
+            "layers": ()
+            if chosen is not None and layers is None and named_layer is None
+            else read_layers_of(named_layer, layers, place),
             "vector": rows,
             "strength": read_number(strength, "strength"),
             "tokens": Selector.parse(tokens),
@@ -310,7 +319,7 @@ class Edit:
             object.__setattr__(self, name, value)
         if self.num_rows is not None:
             _check_order(tokens)
-            _check_num_rows(self.num_rows, self.tokens)
+            check_num_rows(self.num_rows, self.tokens)
 
     @property
     def width(self) -> int:
@@ -325,7 +334,7 @@ class Edit:
     def to_wire(self) -> dict[str, object]:
         """Return the JSON form with the vector and the subspace packed."""
         wire = self._values() | {
-            "layers": self.layers if self.layers == "all" else list(self.layers),
+            "layers": self.layers if self.layers == "all" else list(self.layers) or None,
             "vector": pack_array(self.vector) if self.feature is None else None,
             "subspace": None if self.subspace is None else pack_array(self.subspace),
             "tokens": self.tokens.to_wire(),
@@ -368,7 +377,7 @@ class Edit:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor, because an unpickled array would be writeable.
-        values = self._values() | self._feature_arguments()
+        values = self._values() | self._feature_arguments() | {"layers": self.layers or None}
         return partial(Edit, **(values if self.feature is None else values | {"vector": None})), ()
 
 
@@ -388,17 +397,6 @@ def _read_subspace(value: object, rows: Vector, kind: EditKind) -> Matrix | None
         return None
     _check_parameter("subspace", kind)
     return parse_subspace(value, int(rows.shape[-1]))
-
-
-def _check_num_rows(num_rows: int, tokens: Selector) -> None:
-    """Raise SteeringError if a matrix has another number of rows than ``tokens`` has positions."""
-    if tokens.is_open:
-        raise SteeringError(
-            "tokens",
-            f"{shown(tokens.to_wire())} has no end, but the matrix has {num_rows} rows; name as many positions, or "
-            'use "prompt" if it has one row for each prompt token',
-        )
-    check_row_count(num_rows, tokens.num_positions, "vector", "tokens selects")
 
 
 def _check_order(tokens: object) -> None:
@@ -421,12 +419,6 @@ def _check_order(tokens: object) -> None:
                 f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; with a matrix, list positions in ascending order, "
                 "those from the end of the prompt last: row i belongs to the i-th position",
             )
-
-
-def check_row_count(num_rows: int, positions: int | None, field: str, selects: str) -> None:
-    """Raise SteeringError if a matrix has another number of rows than its edit has positions; None is any number."""
-    if positions is not None and positions != num_rows:
-        raise SteeringError(field, f"has {num_rows} rows, but {selects} {positions} positions; give one row for each")
 
 
 def _check_parameter(name: str, kind: EditKind) -> None:

@@ -13,6 +13,7 @@ from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_number, shown
 from vllm_steer.spec.vector import Vector
 
+ANY_SITE_FLAG = "--steering-sae-any-site"
 PARAMETERS = ("sae", "feature", "set", "add")
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_MATRIX_COMPONENTS, MAX_SELECTOR_ITEMS, MAX_SUBSPACE, MAX_WIDTH
 from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.spec.selector import Selector
 from vllm_steer.spec.vector import PackedVector, decode_packed, parse_vector, read_packed_dtype
 
 if TYPE_CHECKING:
@@ -116,6 +117,23 @@ def parse_subspace(value: object, width: int, field: str = "subspace") -> Matrix
             f"at least {MIN_SINGULAR_VALUE:g} is needed); omit dependent directions",
         )
     return directions
+
+
+def check_num_rows(num_rows: int, tokens: Selector) -> None:
+    """Raise SteeringError if a matrix has another number of rows than ``tokens`` has positions."""
+    if tokens.is_open:
+        raise SteeringError(
+            "tokens",
+            f"{shown(tokens.to_wire())} has no end, but the matrix has {num_rows} rows; name as many positions, or "
+            'use "prompt" if it has one row for each prompt token',
+        )
+    check_row_count(num_rows, tokens.num_positions, "vector", "tokens selects")
+
+
+def check_row_count(num_rows: int, positions: int | None, field: str, selects: str) -> None:
+    """Raise SteeringError if a matrix has another number of rows than its edit has positions; None is any number."""
+    if positions is not None and positions != num_rows:
+        raise SteeringError(field, f"has {num_rows} rows, but {selects} {positions} positions; give one row for each")
 
 
 def orthonormal_basis(directions: Matrix) -> npt.NDArray[np.float64]:

@@ -11,10 +11,11 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_READOUTS, MAX_TOP_K
-from vllm_steer.points import PointName
+from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.mlp import NO_COSINE, MlpForm, MlpProbe, is_mlp
 from vllm_steer.spec.part import PartName, PromptPartName, SpanForm
+from vllm_steer.spec.probe import READING
 from vllm_steer.spec.projection import NamedProjection, Projection
 from vllm_steer.spec.references import parse_probe, read_name
 from vllm_steer.spec.scalars import is_integer, read_number, shown
@@ -53,8 +54,8 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Any,
         any_of(VectorForm, str, MlpForm),
         msgspec.Meta(
-            description="Weights w of `x.w + bias`, the probe of a registered module, `module/probe`, or a probe with "
-            "a hidden layer."
+            description="Weights w of `x.w + bias`, a probe with a hidden layer, or the probe of a registered module, "
+            "`module/probe`, with the bias, sigmoid, point and layer that it was registered with."
         ),
     ] = None
     projections: Annotated[
@@ -75,10 +76,18 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         msgspec.Meta(description="Name of a sparse autoencoder of the server: its strongest features."),
     ] = None
     top_k: Annotated[TopK, msgspec.Meta(description="`sae` only: number of features.")] = 8
-    point: PointForm
+    point: Annotated[
+        PointForm | None,
+        msgspec.Meta(
+            description="Required, except for an `sae`, or a probe of a module, that names its own point and layer."
+        ),
+    ] = None
     layer: Annotated[
         LayerNumber | None,
-        msgspec.Meta(description="Omitted if the name of the point has a layer, and for a `lens` with `layers`."),
+        msgspec.Meta(
+            description="Omitted if the name of the point has a layer, for a `lens` with `layers`, and where the point "
+            "may be."
+        ),
     ] = None
     layers: Annotated[
         list[LayerNumber] | None,
@@ -114,6 +123,8 @@ class Readout:
     """Whether the product is divided by the norms of its factors."""
     mlp: MlpProbe | None = None
     """A probe with a hidden layer, instead of ``directions``."""
+    omitted: tuple[str, ...] = ()
+    """Fields that were not given, which the named probe or the autoencoder fills in."""
 
 
 def parse_readouts(value: object) -> tuple[Readout, ...]:
@@ -148,11 +159,15 @@ def _read(name: str, value: object) -> Readout:
             inside_lens = kind == "lens" and key in LensForm.__struct_fields__
             hint = "give one layer" if key == "layers" else "give it inside lens" if inside_lens else "omit it"
             raise SteeringError(f"{field}.{key}", f"is a parameter of {owner} only; {hint}")
-    if value.get("point") is None:
+    omitted: tuple[str, ...] = ()
+    point, named_layer = (None, None) if value.get("point") is None else read_site(value["point"], f"{field}.point")
+    if kind == "sae" or (kind == "probe" and isinstance(value["probe"], str)):
+        fields = READING if kind == "probe" else ("point", "layer")
+        omitted = tuple(key for key in fields if value.get(key) is None and (key != "layer" or named_layer is None))
+    elif point is None:
         raise SteeringError(f"{field}.point", "is missing; a readout needs point and layer")
-    point, named_layer = read_site(value["point"], f"{field}.point")
     sigmoid, cosine = (_read_switch(value, key, field) for key in ("sigmoid", "cosine"))
-    layers = _read_layers(value, named_layer, field)
+    layers = (0,) if "layer" in omitted else _read_layers(value, named_layer, field)
     top_k, sae = 0, ""
     if kind == "lens":
         top_k = _read_lens(value["lens"], f"{field}.lens")
@@ -166,9 +181,9 @@ def _read(name: str, value: object) -> Readout:
         name,
         kind,
         None if top_k or mlp else _read_directions(value[kind], kind, f"{field}.{kind}"),
-        read_number(value.get("bias", 0.0), f"{field}.bias"),
+        0.0 if "bias" in omitted else read_number(value.get("bias", 0.0), f"{field}.bias"),
         sigmoid,
-        point,
+        point or POINT_NAMES[0],
         layers[0],
         Selector.parse(_position_name(value.get("positions", "all_generated")), f"{field}.positions"),
         layers if top_k else (),
@@ -176,11 +191,12 @@ def _read(name: str, value: object) -> Readout:
         sae,
         cosine,
         mlp,
+        omitted,
     )
 
 
 def _read_switch(value: Mapping[str, Any], key: str, field: str) -> bool:
-    given = value.get(key, False)
+    given = False if value.get(key) is None else value[key]
     if not isinstance(given, bool):
         raise SteeringError(f"{field}.{key}", f"must be true or false, not {shown(given)}")
     return given

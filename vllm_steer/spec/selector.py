@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
@@ -35,6 +36,9 @@ TokensForm = TokensName | PositionListForm | SpanForm
 """JSON form of the tokens of an edit."""
 
 _MAPPING_KEYS = "generated, between or outside"
+MASK_HINT = "for a mask, list the numbers of its entries: [i for i, chosen in enumerate(mask) if chosen]"
+"""End of error messages about a list with a 0 or 1, or a boolean, for each token."""
+_ARRAY_HINT = f"convert positions with .tolist(); {MASK_HINT}"
 OPEN_END = 2**31 - 1
 """Stop of an interval without end; all positions are smaller, because the device stores them as int32."""
 
@@ -272,7 +276,29 @@ def _read(tokens: object, field: str) -> _Where:
         raise selector_form_error(tokens, TOKEN_NAMES, field, keys=_MAPPING_KEYS)
     if not 1 <= len(tokens) <= MAX_SELECTOR_ITEMS:
         raise SteeringError(field, f"has {len(tokens)} items; list 1 to {MAX_SELECTOR_ITEMS} positions or pairs")
+    refuse_repeated(tokens, field)
     return _canonical(_item_interval(item, f"{field}[{i}]") for i, item in enumerate(tokens))
+
+
+def refuse_repeated(items: Sequence[object], field: str, what: str = "position") -> None:
+    """Raise SteeringError if a list names a position twice, as a list with a 0 or 1 for each token does.
+
+    Args:
+        items: Positions and other items, which are not compared.
+        field: Path of the list, for errors.
+        what: What the integers are, for errors.
+    """
+    # Lists of integers only, which can be long, need no check of each item.
+    integers = items if set(map(type, items)) == {int} else [item for item in items if is_integer(item)]
+    if len(set(integers)) == len(integers):
+        return
+    if set(integers) <= {0, 1}:
+        raise SteeringError(field, f"{shown(list(items))} repeats {what}s; {MASK_HINT}")
+    seen: set[object] = set()
+    for i, item in enumerate(items):
+        if is_integer(item) and item in seen:
+            raise SteeringError(f"{field}[{i}]", f"repeats {what} {shown(item)}; name each {what} once")
+        seen.update((item,) if is_integer(item) else ())
 
 
 def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
@@ -290,8 +316,11 @@ def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
     if len(tokens) > 1:
         raise SteeringError(field, f"has the keys {', '.join(map(str, tokens))}; give generated without any other key")
     items, path = tokens["generated"], f"{field}.generated"
+    hint = f"; {_ARRAY_HINT}" if hasattr(items, "tolist") else ""
     if not isinstance(items, list) or not 1 <= len(items) <= MAX_SELECTOR_ITEMS:
-        raise SteeringError(path, f"must be a list of 1 to {MAX_SELECTOR_ITEMS} positions or pairs, not {shown(items)}")
+        problem = f"must be a list of 1 to {MAX_SELECTOR_ITEMS} positions or pairs, not {shown(items)}{hint}"
+        raise SteeringError(path, problem)
+    refuse_repeated(items, path)
     intervals = [_item_interval(item, f"{path}[{i}]") for i, item in enumerate(items)]
     for i, (start, stop) in enumerate(intervals):
         if start < 0 or stop <= 0:
@@ -314,7 +343,7 @@ def selector_form_error(value: object, names: Iterable[str], field: str, *, keys
     elif isinstance(value, slice):
         hint = "; write [[start, stop]]"
     elif hasattr(value, "tolist"):
-        hint = "; convert it with .tolist()"
+        hint = f"; {_ARRAY_HINT}"
     return SteeringError(
         field,
         f"must be one of {', '.join(names)}, a range, a list of positions and [start, stop] pairs, or a dict with "
@@ -326,6 +355,8 @@ def _item_interval(item: object, field: str) -> Interval:
     if is_integer(item):
         position = _position(item, field)
         return position, position + 1
+    if isinstance(item, (bool, np.bool_)):
+        raise SteeringError(field, f"must be a position, not {shown(item)}; {MASK_HINT}")
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         raise SteeringError(field, f"must be a position or a [start, stop] pair, not {shown(item)}")
     start = _position(item[0], f"{field}[0]")

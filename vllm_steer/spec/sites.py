@@ -78,12 +78,12 @@ def read_site(value: object, field: str, example: str = "") -> tuple[PointName, 
         )
     if isinstance(value, str) and value not in POINT_NAMES and (found := find_foreign_site(value)) is not None:
         if found.point is None or not found.name.accepted or (found.number or 0) < 0:
-            raise SteeringError(field, f"{shown(value)} is not a hook point; {found.explanation}")
+            raise SteeringError(field, f"{shown(value)} {found.problem}")
         return found.point, None if found.layer is None else read_layer(found.layer, field)
     return read_choice(value, POINT_NAMES, field, what="a hook point"), None
 
 
-def read_layers_of(named: int | None, layers: object, point: PointName, field: str = "layers") -> Layers:
+def read_layers_of(named: int | None, layers: object, point: PointName | None, field: str = "layers") -> Layers:
     """Return the layers of an edit whose point may have named one already.
 
     Args:

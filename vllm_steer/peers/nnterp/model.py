@@ -19,6 +19,7 @@ from vllm_steer.points import BRANCH_OUTPUTS, PointName
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.spec.selector import MASK_HINT, refuse_repeated
 
 SITES: Mapping[str, PointName] = {
     "layers_input": "pre_attn",
@@ -339,7 +340,11 @@ class StandardizedTransformer:
             token_positions = positions
         tokens: Any = "all"
         if token_positions is not None:
-            tokens = torch.as_tensor(token_positions).reshape(-1).tolist()
+            given = torch.as_tensor(token_positions)
+            if given.dtype == torch.bool:
+                raise SteeringError("token_positions", f"has booleans; {MASK_HINT}")
+            tokens = given.reshape(-1).tolist()
+            refuse_repeated(tokens, "token_positions")
         chosen = self.read_layers(layers)
         if self._tracer is not None:
             for layer in chosen:

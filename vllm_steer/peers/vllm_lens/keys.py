@@ -18,6 +18,7 @@ from vllm_steer.limits import MAX_EDITS
 from vllm_steer.peers.vllm_lens.tensors import MAX_BYTES, deserialize_tensor, measure, serialize_tensor
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import shown
+from vllm_steer.spec.selector import MASK_HINT, refuse_repeated
 
 CAPTURE_KEY = "output_residual_stream"
 STEERING_KEY = "apply_steering_vectors"
@@ -73,6 +74,14 @@ class SteeringVector(BaseModel):
             raise ValueError("must be a tensor of a floating dtype, an array, nested lists or its JSON form")
         return value.detach().cpu()
 
+    @field_validator("position_indices", "layer_indices", mode="before")
+    @classmethod
+    def _refuse_masks(cls, value: Any) -> Any:
+        # pydantic reads true as 1.
+        if isinstance(value, (list, tuple)) and bool in set(map(type, value)):
+            raise ValueError(f"has booleans; {MASK_HINT}")
+        return value
+
     @field_serializer("activations")
     def _write_activations(self, value: torch.Tensor) -> dict[str, Any]:
         return serialize_tensor(value)
@@ -122,10 +131,9 @@ class SteeringVector(BaseModel):
         if self.position_indices is None:
             return range(count)
         positions = self.position_indices
-        if len(positions) != count or len(set(positions)) != count:
-            raise SteeringError(
-                f"{field}.position_indices", f"must have {count} different positions, one for each of activations"
-            )
+        refuse_repeated(positions, f"{field}.position_indices")
+        if len(positions) != count:
+            raise SteeringError(f"{field}.position_indices", f"must have {count} positions, as many as activations")
         if min(positions) < 0:
             raise SteeringError(f"{field}.position_indices", f"positions count from 0, not {min(positions)}")
         return positions

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of ``replace`` edits that a request names instead of sending: stored captures and probes of modules.
+"""Vectors of edits that a request names instead of sending: stored captures, for ``replace``, and probes of modules.
 
 They are resolved before the fields are compiled, so program, cache keys and quotas are the same as if the request had
 sent the rows.
@@ -25,11 +25,13 @@ from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.spec.capture_source import ModuleRowsForm, StoredRowsForm
 from vllm_steer.spec.fields import GENERAL_FIELD
 from vllm_steer.spec.scalars import did_you_mean, is_integer, shown
-from vllm_steer.spec.selector import Selector
+from vllm_steer.spec.selector import MASK_HINT, Selector
 
 STORE = "store"
 """Option of the capture consumer ``memory`` over HTTP: keep the rows on the server, whatever their size."""
 _CAPTURE, _MODULE = StoredRowsForm.__struct_fields__[0], ModuleRowsForm.__struct_fields__[0]
+_FAR = 1 << 30
+"""Length of a prompt in which no position counted from its start is one counted from its end."""
 _GONE = "no such capture: it has expired, was deleted, or never existed"
 
 
@@ -53,7 +55,7 @@ def take_store_option(fields: Mapping[str, Any], consumer: str) -> tuple[Mapping
 
 
 def with_rows(fields: Mapping[str, Any], context: RequestContext) -> Mapping[str, Any]:
-    """Return ``fields`` with the rows in place of their names.
+    """Return ``fields`` with the vectors in place of their names.
 
     Raises:
         SteeringError: A capture or a module is gone, or lacks the site, a position or the probe.
@@ -79,8 +81,8 @@ def _names_rows(edit: object) -> bool:
 
 def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opened: dict[str, StoredRequest]) -> Any:
     source: Mapping[str, Any] = edit["vector"]
-    if edit.get("kind") != "replace":
-        kind = shown(edit.get("kind"))
+    kind = shown(edit.get("kind"))
+    if _CAPTURE in source and edit.get("kind") != "replace":
         raise SteeringError(field, f"refers to rows stored on the server; only replace takes stored rows, not {kind}")
     form = StoredRowsForm if _CAPTURE in source else ModuleRowsForm
     for name in source:
@@ -101,10 +103,10 @@ def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opene
         raise SteeringError(f"{field}.{_CAPTURE}", f"must be the id of a stored capture, not {shown(name)}")
     if name not in opened:
         opened[name] = _open(name, context, f"{field}.{_CAPTURE}")
-    moved = None
+    chosen = None
     if source.get("positions") is not None:
-        moved = _pair(source["positions"], edit.get("tokens"), f"{field}.positions", opened[name])
-    return StoredRows(opened[name], moved)
+        chosen = _pair(source["positions"], edit.get("tokens"), f"{field}.positions", opened[name])
+    return StoredRows(opened[name], chosen)
 
 
 def _open(capture_id: str, context: RequestContext, field: str) -> StoredRequest:
@@ -126,24 +128,27 @@ def _open(capture_id: str, context: RequestContext, field: str) -> StoredRequest
     return request
 
 
-def _pair(positions: object, tokens: object, field: str, request: StoredRequest) -> dict[int, int]:
-    """Return the captured position for each position of the edit."""
+def _pair(positions: object, tokens: object, field: str, request: StoredRequest) -> list[int]:
+    """Return the captured position whose row each of ``tokens`` takes, in their order."""
     if not isinstance(positions, (list, tuple)) or not positions or not all(map(is_integer, positions)):
         raise SteeringError(field, f"must be a list of positions in the captured prompt, not {shown(positions)}")
-    selector = Selector.parse("all" if tokens is None else tokens)
-    if selector.is_named or selector.num_positions is None or selector.intervals(1 << 30)[-1][1] > 1 << 29:
-        raise SteeringError(field, "is matched with `tokens` one by one, so `tokens` must be a list such as [3, 4]")
-    # Compared before the positions are listed: an interval of a short body can have two billion of them.
-    if selector.num_positions != len(positions):
+    if len(positions) > 2 and set(positions) == {0, 1}:
+        raise SteeringError(field, f"{shown(list(positions))} repeats positions; {MASK_HINT}")
+    # Counted before any position is listed: an interval of a short body can have two billion of them.
+    intervals = Selector.parse("all" if tokens is None else tokens).intervals(_FAR)
+    if (count := sum(stop - start for start, stop in intervals)) >= _FAR // 2:
         raise SteeringError(
-            field, f"has {len(positions)} positions for {selector.num_positions} tokens; give one for each token"
+            field,
+            "is matched with `tokens` one by one, so `tokens` must name as many positions in every prompt: last_prompt "
+            f'or a list such as [3, 4], [-1] or {{"generated": [0]}}, not {shown(tokens)}',
         )
-    here = [position for start, stop in selector.intervals(1) for position in range(start, stop)]
+    if count != len(positions):
+        raise SteeringError(field, f"has {len(positions)} positions for {count} tokens; give one for each token")
     length = request.num_prompt_tokens
     for position in positions:
         if position < -length:  # later positions may be captured tokens of the answer
             raise SteeringError(field, f"position {position} is outside of the captured prompt of {length} tokens")
-    return {mine: position + (length if position < 0 else 0) for mine, position in zip(here, positions, strict=True)}
+    return [int(position) + (length if position < 0 else 0) for position in positions]
 
 
 class StoredRows:
@@ -152,15 +157,16 @@ class StoredRows:
     status: str = "ok"
     error: str | None = None
 
-    def __init__(self, request: StoredRequest, moved: Mapping[int, int] | None) -> None:
+    def __init__(self, request: StoredRequest, chosen: Sequence[int] | None) -> None:
         """Create the source.
 
         Args:
             request: The capture.
-            moved: Position in the captured prompt by position of the edit; None if they are the same.
+            chosen: Captured positions, one for each of the edit's tokens; None if they are the same.
         """
-        self.data = request if moved is None else None
-        self._sites = _Sites(request, moved)
+        self.data = request
+        self.paired = chosen is not None
+        self._sites = _Sites(request, chosen)
         if request.status != "ok":
             self.status, self.error = request.status, request.error
 
@@ -173,8 +179,8 @@ class StoredRows:
 class _Sites(Mapping[tuple[str, int], SiteRows]):
     """Rows by point and layer, which are read when they are used."""
 
-    def __init__(self, request: StoredRequest, moved: Mapping[int, int] | None) -> None:
-        self._request, self._moved = request, moved
+    def __init__(self, request: StoredRequest, chosen: Sequence[int] | None) -> None:
+        self._request, self._chosen = request, chosen
         self._read = lru_cache(maxsize=1)(self._read_site)
 
     def __getitem__(self, site: tuple[str, int]) -> SiteRows:
@@ -190,13 +196,12 @@ class _Sites(Mapping[tuple[str, int], SiteRows]):
 
     def _read_site(self, site: tuple[str, int]) -> SiteRows:
         rows, positions = self._request.tensor(*site), self._request.positions(*site)
-        if self._moved is None:
+        if self._chosen is None:
             return SiteRows(positions.numpy(), rows)
         place = {position: i for i, position in enumerate(positions.tolist())}
         if len(rows) != len(positions):
             raise SteeringError("vector.positions", "has no effect on a reduced capture, which has one row; omit it")
-        lost = [position for position in self._moved.values() if position not in place]
+        lost = [position for position in self._chosen if position not in place]
         if lost:
             raise SteeringError("vector.positions", f"position {lost[0]} was not captured; capture it, or omit it")
-        picked: Sequence[int] = [place[position] for position in self._moved.values()]
-        return SiteRows(torch.tensor(list(self._moved)).numpy(), rows[picked])
+        return SiteRows(torch.tensor(self._chosen).numpy(), rows[[place[position] for position in self._chosen]])

@@ -16,7 +16,7 @@ from vllm_steer.server.http.capture_reports import RESULTS_FIELD
 from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY
 from vllm_steer.server.http.request_context import ResultsLocation
 from vllm_steer.spec.json_schema import Schema, any_of, json_schema
-from vllm_steer.spec.mlp import MlpForm
+from vllm_steer.spec.probe import ProbeForm
 from vllm_steer.spec.references import NAME_RULE, ReferencesForm
 from vllm_steer.spec.request_fields import (
     EditsForm,
@@ -45,8 +45,8 @@ class ModuleForm(SteeringForm, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(description=f"Name in requests: {NAME_RULE}.")]
     probes: (
         Annotated[
-            dict[str, Annotated[Any, any_of(VectorForm, MlpForm)]],
-            msgspec.Meta(min_length=1, description="Probes by name: directions, or probes with a hidden layer."),
+            dict[str, Annotated[Any, any_of(VectorForm, ProbeForm)]],
+            msgspec.Meta(min_length=1, description="Probes by name: directions, or probes as they are read."),
         ]
         | msgspec.UnsetType
     ) = msgspec.UNSET
