@@ -134,7 +134,7 @@ def test_printing_changes_nothing():
     for same in (
         copy.copy(params),
         copy.deepcopy(params),
-        pickle.loads(pickle.dumps(params)),
+        pickle.loads(pickle.dumps(params)),  # noqa: S301
         msgspec.msgpack.decode(wire, type=VllmSamplingParams),
     ):
         assert same.extra_args == expected
