@@ -199,7 +199,7 @@ def _map(path: Path | str) -> npt.NDArray[np.uint8]:
             storage = torch.UntypedStorage.from_file(name, False, size)
         except RuntimeError as error:
             raise OSError(f"{path} cannot be mapped: {error}") from None
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[arg-type]
 
 
 def _check_schema(path: Path | str, schema: Any) -> None:
