@@ -1,14 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of ``vllm_steer.SamplingParams``."""
 
+import copy
+import dataclasses
+import pickle
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.engine import EngineCoreRequest
 
+from vllm_steer.compat.plugin import register
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import IDLE_KEY, SamplingParams, compile_fields, refuse_assigned_fields, set_live_id
+from vllm_steer.params import (
+    IDLE_KEY,
+    PROGRAM_KEY,
+    SamplingParams,
+    compile_fields,
+    refuse_assigned_fields,
+    set_live_id,
+)
+from vllm_steer.spec.vector import content_digest
 
 
 @pytest.mark.parametrize(
@@ -85,3 +99,69 @@ def test_edits_that_add_nothing():
         {**place, "add": 2.0},
     ]
     assert msgspec.msgpack.decode(compile_fields({"steering": edits})[IDLE_KEY]) == ["steering[0]", "steering[2]"]
+
+
+FIELDS = {
+    "steering_vectors": {"post_block": {1: [0.5] * 4096}},
+    "capture": {"memory": {"hooks": {"post_block": [1]}, "reduce": {"directions": [[0.5] * 4096] * 300}}},
+}
+
+
+def engine_request(params):
+    given = {"request_id": "a", "prompt_token_ids": [1], "mm_features": None, "sampling_params": params}
+    rest = ("pooling_params", "arrival_time", "lora_request", "cache_salt", "data_parallel_rank")
+    return EngineCoreRequest(**given, **dict.fromkeys(rest))
+
+
+def scheduled(params):
+    empty = dict.fromkeys(field.name for field in dataclasses.fields(NewRequestData))
+    return NewRequestData(**{**empty, "sampling_params": params, "prompt_token_ids": [1], "block_ids": ([0],)})
+
+
+@pytest.mark.parametrize("holder", [lambda params: params, engine_request, scheduled, lambda params: [params]])
+@pytest.mark.parametrize("steered", [SamplingParams(max_tokens=1, **FIELDS), VllmSamplingParams(max_tokens=1)])
+def test_logs_do_not_contain_vectors(holder, steered):
+    """Catches a program written whole by `print` or vLLM's logs, and arguments of others that are hidden."""
+    register()
+    extra = {**compile_fields(FIELDS), "session": b"other", "steer_live": "id"}
+    params = copy.copy(steered)
+    params.extra_args = extra
+    text = str(holder(params))
+    program = extra[PROGRAM_KEY]
+    assert f"'steer': <{len(program)} bytes, {content_digest(program).hex()}>" in text
+    assert "'session': b'other'" in text and "'steer_live': 'id'" in text
+    assert len(text) < 2000 < len(program)
+
+
+def test_text_of_steered_params_does_not_need_the_plugin(monkeypatch):
+    """Catches `print(params)` that writes the vectors until an engine has been started."""
+    original = VllmSamplingParams.__repr__
+    monkeypatch.setattr(VllmSamplingParams, "__repr__", getattr(original, "_vllm_steer_wraps", original))
+    params = SamplingParams(max_tokens=1, **FIELDS)
+    assert len(repr(params)) < 2000 < len(repr(params.clone().extra_args))
+
+
+def test_printing_changes_nothing():
+    """Catches a program that is sent, copied or pickled as the text that stands for it."""
+    params = SamplingParams(max_tokens=1, **FIELDS)
+    expected = {**compile_fields(FIELDS)}
+    wire = msgspec.msgpack.encode(params)
+    assert "<" in repr(params)
+    assert params.extra_args == expected and msgspec.msgpack.encode(params) == wire
+    for same in (
+        copy.copy(params),
+        copy.deepcopy(params),
+        pickle.loads(pickle.dumps(params)),  # noqa: S301
+        msgspec.msgpack.decode(wire, type=VllmSamplingParams),
+    ):
+        assert same.extra_args == expected
+
+
+def test_parameters_of_others_are_printed_by_vllm_itself(monkeypatch):
+    """Catches digests computed for requests without steering, and text that differs from stock vLLM's."""
+    register()
+    monkeypatch.setattr("vllm_steer.params.content_digest", None)
+    original = VllmSamplingParams.__repr__._vllm_steer_wraps
+    for extra in (None, {}, {"session": b"x" * 9}):
+        params = VllmSamplingParams(max_tokens=1, extra_args=extra)
+        assert repr(params) == original(params)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -41,6 +41,7 @@ from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.references import MODULES_FIELD
 from vllm_steer.spec.scalars import did_you_mean
 from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of
+from vllm_steer.spec.vector import content_digest
 
 if TYPE_CHECKING:
     from vllm_steer.spec import Edit
@@ -309,6 +310,31 @@ def _decode_specs(data: bytes) -> Specs:
     return specs
 
 
+class _Shown(str):
+    """Text that a container prints without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def shown(original: Callable[[Any], str], params: Any) -> str:
+    """Run ``SamplingParams.__repr__``, which vLLM's logs use, with the size and digest of what this package attached.
+
+    A program contains every vector of its edits.
+    """
+    extra = params.extra_args
+    if not isinstance(extra, dict) or RESERVED_KEYS.isdisjoint(extra):
+        return original(params)
+    params = copy.copy(params)
+    params.extra_args = {
+        name: _Shown(f"<{len(value)} bytes, {content_digest(value).hex()}>")
+        if name in RESERVED_KEYS and isinstance(value, bytes)
+        else value
+        for name, value in extra.items()
+    }
+    return original(params)
+
+
 class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
     """Metaclass that removes the steering arguments before vLLM's constructor receives the others.
 
@@ -392,3 +418,6 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
             stop_on: Sequence[Mapping[str, Any]] | None = None,
             **kwargs: Any,
         ) -> None: ...
+
+    def __repr__(self) -> str:
+        return shown(VllmSamplingParams.__repr__, self)

@@ -12,6 +12,7 @@ import torch
 from tests.capture.captured import captured
 from vllm_steer.capture.hidden_states import HiddenStates, capture_hidden_states
 from vllm_steer.capture.results import CaptureResult
+from vllm_steer.errors import SteeringError
 from vllm_steer.params import capture_specs
 
 SITE = ("post_block", 3)
@@ -60,6 +61,10 @@ def test_reduced_rows_have_one_row_per_prompt() -> None:
 class CountingModel:
     """A model that notes its prompts, and returns one result for each."""
 
+    def chat(self, prompts: list[Any], params: Any, use_tqdm: bool, **options: Any) -> list[Any]:
+        self.options = options
+        return self.generate(prompts, params, use_tqdm)
+
     def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
         self.prompts, self.params = prompts, params
         return [SimpleNamespace(capture_results={"memory": CaptureResult("ok", None, captured())}) for _ in prompts]
@@ -85,3 +90,29 @@ def test_forms_of_prompts_and_hooks(prompts: Any, passed: list[Any], hooks: Any)
     assert model.prompts == passed and len(states) == len(passed)
     ((name, spec),) = capture_specs(model.params)
     assert (name, spec.hooks) == ("memory", (("post_block", (3,)),))
+
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "passed"),
+    [(CHAT, [CHAT]), ([CHAT, CHAT[1:]], [CHAT, CHAT[1:]]), ((tuple(CHAT),), [tuple(CHAT)])],
+    ids=["one", "several", "tuples"],
+)
+def test_conversations(prompts: Any, passed: list[Any]) -> None:
+    """Catches a conversation whose messages are taken for prompts, and options of the template that are lost."""
+    model = CountingModel()
+    options = {"add_generation_prompt": False}
+    states = capture_hidden_states(model, prompts, hooks={"post_block": [3]}, chat_kwargs=options)
+    assert model.prompts == passed and len(states) == len(passed) and model.options == options
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "problem"),
+    [([CHAT, "one"], None, "prompts: mixes"), (["one"], {"tools": []}, "chat_kwargs")],
+)
+def test_conversations_that_cannot_be_run(prompts: Any, options: Any, problem: str) -> None:
+    """Catches options that are ignored, and a conversation that is sent to `generate`."""
+    with pytest.raises(SteeringError, match=problem):
+        capture_hidden_states(CountingModel(), prompts, hooks={"post_block": [3]}, chat_kwargs=options)

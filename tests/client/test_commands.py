@@ -190,7 +190,9 @@ def test_help_needs_no_server(command: str) -> None:
     ("options", "status", "message"),
     [
         (["--model", "no/model"], 1, "error: the model no/model cannot be started: there is no such model"),
-        (["--dtype", "float32"], 2, "has no effect on a server"),
+        (["--dtype", "float32"], 2, "options of vLLM need --model"),
+        (["--model", "m", "--plott", "x"], 1, "unrecognized arguments: --plott x"),
+        (["--model", "m", "--dtype", "float23"], 1, "argument --dtype: invalid choice: 'float23'"),
     ],
 )
 def test_patch_reports_options_that_cannot_be_used(
@@ -222,3 +224,24 @@ def test_a_study_switches_its_points_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
     done = CliRunner().invoke(commands, ["patch", str(study), "--model", "m"])
     assert "stop here" in done.output
     assert started == [["mlp_out"] if points == "mlp_out" else ["mlp_in", "mlp_out"]]
+
+
+def test_options_of_the_engine_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a study that compiles its model for minutes because no option can prevent it, and lost values."""
+    started = []
+
+    def start(model: str, **settings: Any) -> None:
+        started.append((model, settings))
+        raise SteeringError("model", "stop here")
+
+    monkeypatch.setattr(vllm_steer, "LLM", start)
+    (study := tmp_path / "study.yaml").write_text("clean: a\ncorrupt: b\nanswer: c\nmetric: logprob\n")
+    ours = {"enable_steering": True, "steering_config": {"points": []}}
+    options = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "1k"]
+    for given, passed in (
+        ([], {}),
+        (options, {"enforce_eager": True, "dtype": "float32", "max_model_len": 1000}),
+    ):
+        done = CliRunner().invoke(commands, ["patch", str(study), "--model", "m", *given])
+        assert "stop here" in done.output
+        assert started.pop() == ("m", {**ours, **passed})

@@ -75,4 +75,4 @@ def test_lists_exactly_the_overridden_methods() -> None:
 def test_start_up_imports_no_front_end() -> None:
     """Catches a plugin that loads the server into worker processes."""
     modules = {join.method.partition(":")[0] for join in STARTUP}
-    assert modules == {"vllm.engine.arg_utils"}
+    assert modules == {"vllm.engine.arg_utils", "vllm.sampling_params"}

@@ -254,7 +254,12 @@ def test_normalised_values_within_the_noise_are_missing(tmp_path: Path) -> None:
     (pair,) = result.too_close()
     assert abs(pair["clean"] - pair["corrupt"]) < pair["noise_floor"]
     result.plot(tmp_path / "out.png")
-    assert "recovered" in result.to_html()
+    assert (
+        result.to_html(tmp_path / "out.html") == (tmp_path / "out.html").read_text() and "recovered" in result.to_html()
+    )
+    assert result.to_html(metric="logit_diff") != result.to_html()
+    with pytest.raises(TypeError, match="metric='logit_diff'"):  # a file of this name, with the grids of another metric
+        result.to_html("logit_diff")
 
 
 def test_prompts_of_different_lengths() -> None:

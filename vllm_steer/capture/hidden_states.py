@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from vllm_steer.capture.results import CapturedRequest, Site
+from vllm_steer.errors import SteeringError
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +82,7 @@ def capture_hidden_states(
     positions: Any = "last_prompt",
     dtype: str | None = None,
     steering: Any = None,
+    chat_kwargs: Mapping[str, Any] | None = None,
     use_tqdm: bool = True,
 ) -> HiddenStates:
     """Run prompts through a model and return their hidden states, separately for each prompt.
@@ -88,11 +91,12 @@ def capture_hidden_states(
 
     Args:
         llm: An `LLM` with steering enabled.
-        prompts: Prompts in any form that ``llm.generate`` accepts: one prompt or several.
+        prompts: Prompts in any form that ``llm.generate`` accepts, or conversations as in ``llm.chat``: one or several.
         hooks: Layers by hook point, or names of sites, as in a capture spec.
         positions: Positions to capture, as in a capture spec.
         dtype: Dtype of the rows; the model's by default.
         steering: Edits to apply during the run.
+        chat_kwargs: Arguments of ``llm.chat`` for conversations, such as ``{"add_generation_prompt": False}``.
         use_tqdm: Whether to show a progress bar.
 
     Raises:
@@ -109,8 +113,15 @@ def capture_hidden_states(
     if dtype is not None:
         spec["dtype"] = dtype
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, capture={"memory": spec}, steering=steering)
+    several = _as_list(prompts)
+    chats = sum(map(_is_conversation, several))
+    if chats not in (0, len(several)):
+        raise SteeringError("prompts", "mixes conversations and other prompts; capture them in two calls")
+    if chat_kwargs and not chats:
+        raise SteeringError("chat_kwargs", "is for conversations, lists of messages with a role; leave it out")
+    run = partial(llm.chat, **(chat_kwargs or {})) if chats else llm.generate
     captured = []
-    for i, output in enumerate(llm.generate(_as_list(prompts), params, use_tqdm=use_tqdm)):
+    for i, output in enumerate(run(several, params, use_tqdm=use_tqdm)):
         result = output.capture_results["memory"]
         if result.status != "ok":
             raise RuntimeError(f"prompts[{i}]: {result.error}")
@@ -124,8 +135,14 @@ def capture_hidden_states(
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """Return a list of prompts; a single prompt is a text, a mapping or a list of token ids."""
+    """Return a list of prompts; a single prompt is a text, a mapping, a list of token ids or of messages."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     several = list(prompts)
-    return [several] if several and all(isinstance(token, int) for token in several) else several
+    single = _is_conversation(several) or all(isinstance(token, int) for token in several)
+    return [several] if several and single else several
+
+
+def _is_conversation(prompt: Any) -> bool:
+    """Return whether a prompt is a list of messages."""
+    return isinstance(prompt, (list, tuple)) and any(isinstance(each, Mapping) and "role" in each for each in prompt)

@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 app.add_typer(captures.app, name="captures")
 app.command()(fuzz)
-app.command()(patch)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(patch)
 app.add_typer(modules.app, name="modules")
 app.add_typer(keys.app, name="keys")
 app.command(name="set")(steering.set_steering)

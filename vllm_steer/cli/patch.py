@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def patch(
+    context: typer.Context,
     study: Annotated[Path, typer.Argument(metavar="STUDY", help="The study: a YAML or JSON file.")],
     model: Annotated[str | None, typer.Option(help="Run offline with this model, a name or a folder.")] = None,
     url: Annotated[
@@ -29,15 +30,20 @@ def patch(
     out: Annotated[
         Path | None, typer.Option(help="Write all numbers to this safetensors file; offline, its sweep continues.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="With --model: dtype of the model.")] = "auto",
 ) -> None:
-    """Run a patching study, whose fields are those of POST /v1/steering/patch."""
+    """Run a patching study, whose fields are those of POST /v1/steering/patch.
+
+    With --model, options of vLLM's engine may follow, such as --dtype float32 or --max-model-len 4096. On a CPU,
+    compiling the model takes minutes: add --enforce-eager.
+    """
     from vllm_steer.errors import SteeringError
 
     if model is not None and url is not None:
         raise typer.BadParameter("cannot be combined with --url (or VLLM_STEER_URL; unset it)", param_hint="--model")
-    if model is None and dtype != "auto":
-        raise typer.BadParameter("has no effect on a server; give it with --model", param_hint="--dtype")
+    if model is None and context.args:
+        raise typer.BadParameter(
+            "is not an option of this command; options of vLLM need --model", param_hint=context.args[0]
+        )
     for path in (plot, html, out):
         if path is not None:
             check_output(path)
@@ -52,13 +58,13 @@ def patch(
                 except SteeringError as error:
                     raise fail(f"{study}: {error}") from None
         else:
-            result = _offline(model, dtype, body, out)
+            result = _offline(model, _engine_options(context.args), body, out)
     except SteeringError as error:
         raise fail(f"{study}: {error}") from None
     if out is not None:
         result.save(out)
     if html is not None:
-        html.write_text(result.to_html(), encoding="utf-8")
+        result.to_html(html)
     if plot is not None:
         result.plot(plot)
     _print(result)
@@ -117,7 +123,25 @@ def _over_http(client: Any, body: Mapping[str, Any]) -> PatchingResult:
     raise fail("the server ended the study without a result")
 
 
-def _offline(model: str, dtype: str, body: Mapping[str, Any], out: Path | None) -> PatchingResult:
+def _engine_options(words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` that options of vLLM's engine stand for."""
+    if not words:
+        return {}
+    from vllm_steer.compat.internals import EngineArgs, FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise fail(f"{message}; `vllm serve --help=all` lists the options of vLLM's engine")
+
+    parser = EngineArgs.add_cli_args(Parser(prog="vllm-steer patch", add_help=False, allow_abbrev=False))
+    defaults, given = (vars(parser.parse_args(each)) for each in ([], list(words)))
+    options = {name: value for name, value in given.items() if value != defaults[name]}
+    for name in options.keys() - EngineArgs.__dataclass_fields__.keys():
+        raise fail(f"--{name.replace('_', '-')}: only options of vLLM's engine can be given with --model")
+    return options
+
+
+def _offline(model: str, options: Mapping[str, Any], body: Mapping[str, Any], out: Path | None) -> PatchingResult:
     from vllm_steer.errors import SteeringError
     from vllm_steer.patching.request import check_fields, read_study
     from vllm_steer.points import OPTIONAL_POINTS
@@ -131,7 +155,7 @@ def _offline(model: str, dtype: str, body: Mapping[str, Any], out: Path | None) 
     from vllm_steer import LLM
 
     try:
-        llm = LLM(model, enable_steering=True, steering_config={"points": points}, dtype=dtype)
+        llm = LLM(model, enable_steering=True, steering_config={"points": points}, **options)
     except SteeringError:
         raise
     except (OSError, ValueError, RuntimeError) as error:  # as for a name or a dtype that does not exist

@@ -10,6 +10,7 @@ wrapped, and not joined through       the reason
 a plugin interface of vLLM
 ====================================  ==================================================================================
 ``EngineArgs``                        plugins cannot add flags to ``vllm serve`` or check an engine's settings
+``SamplingParams.__repr__``           logs and ``print`` would write every vector of a program
 ``to_sampling_params``                request classes ignore fields that they do not know
 ``to_beam_search_params``             beam search would ignore them as well, and its prompts grow
 ``_extract_prompt_len``               a streamed response has started when the engine checks the prompt
@@ -76,6 +77,7 @@ STARTUP: tuple[Join, ...] = (
     Join("vllm.engine.arg_utils:EngineArgs.add_cli_args", AFTER, "vllm_steer.server.flags:add_flags"),
     Join("vllm.engine.arg_utils:EngineArgs.from_cli_args", BEFORE, "vllm_steer.server.apply_flags:apply_flags"),
     Join("vllm.engine.arg_utils:EngineArgs.create_engine_config", AROUND, "vllm_steer.compat.plugin:engine_config"),
+    Join("vllm.sampling_params:SamplingParams.__repr__", AROUND, "vllm_steer.params:shown"),
 )
 """Wrapped in every process of vLLM, when it loads its plugins."""
 

@@ -316,11 +316,16 @@ class PatchingResult:
 
         plot(self, Path(path), self._metric(metric))
 
-    def to_html(self, metric: str | None = None) -> str:
-        """Return the grids as an HTML page without scripts."""
+    def to_html(self, path: str | Path | None = None, metric: str | None = None) -> str:
+        """Return the grids as an HTML page without scripts; also write it to ``path``, replacing an existing file."""
         from vllm_steer.patching.html import page
 
-        return page(self, self._metric(metric))
+        if isinstance(path, str) and path in METRICS:
+            raise TypeError(f"{path!r} is a metric; use to_html(metric={path!r})")
+        text = page(self, self._metric(metric))
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, replacing an existing one."""

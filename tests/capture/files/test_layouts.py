@@ -208,7 +208,7 @@ class TestPlainSafetensors:
     @layouts
     def test_tensors_are_mapped(self, tmp_path, layout):
         """Catches rows copied on opening: a shard can exceed the memory."""
-        path = FilesystemConsumer(root=str(tmp_path), layout=layout).accept(captured())["path"]
+        path = FilesystemConsumer(root=str(tmp_path), layout=layout).accept(captured(width=4096))["path"]
         (found,) = open_captures(path)
         rows = found.tensor("pre_attn", 0)
         maps = Path("/proc/self/maps").read_text().splitlines()

@@ -386,6 +386,21 @@ class TestArrow:
         assert export_parquet(captures, tmp_path / "out.parquet") == 30
         assert parquet.read_table(tmp_path / "out.parquet").equals(to_arrow(captures))
 
+    def test_parquet_is_about_as_large_as_the_rows(self, tmp_path, monkeypatch):
+        """Catches numbers stored twice, in a dictionary and as indices, and a row group for each request."""
+        parquet = pytest.importorskip("pyarrow.parquet")
+        captures = write(
+            tmp_path / "root", *(captured(f"r{i}", seed=i, rows=20, width=256) for i in range(20)), layout="packed"
+        )
+        size = sum(request.num_bytes for request in captures)
+        export_parquet(captures, tmp_path / "out.parquet")
+        assert (tmp_path / "out.parquet").stat().st_size < 1.05 * size
+        assert parquet.ParquetFile(tmp_path / "out.parquet").num_row_groups == 1
+        monkeypatch.setattr("vllm_steer.capture.files.export._GROUP_BYTES", size // 4)
+        export_parquet(captures, tmp_path / "groups.parquet")
+        assert 2 <= parquet.ParquetFile(tmp_path / "groups.parquet").num_row_groups <= 5
+        assert parquet.read_table(tmp_path / "groups.parquet").equals(to_arrow(captures))
+
     @pytest.mark.parametrize(("reduce", "position"), [("mean", None), ("last", 9)])
     def test_positions_of_reduced_rows(self, tmp_path, reduce, position):
         """Catches a mean with a position, and a last row without its own."""

@@ -80,7 +80,7 @@ def test_requests_that_are_appended_while_a_stream_is_scanned(stream, monkeypatc
     monkeypatch.setattr("vllm_steer.capture.files.stream_file._map", map_and_append)
     for size in range(1, len(data)):
         path.write_bytes(data[:size])
-        assert len(StreamFile(path).entries) == sum(end <= size for end in ends), size
+        assert len(StreamFile(path)) == sum(end <= size for end in ends), size
 
 
 def test_large_request_that_ends_anywhere(tmp_path):

@@ -150,13 +150,13 @@ class CaptureDirectory:
         except CaptureFileError as error:
             logger.error("%s was not repaired: %s", name, str(error).replace(f"/proc/self/fd/{fd}", "the file"))
             return
-        if not found.entries:
+        if not found.places:
             os.unlink(name, dir_fd=directory_fd)
             logger.warning("Removed %s of a killed writer, which has no complete request", name)
             return
         os.ftruncate(fd, found.end)
         os.pwrite(fd, END_OF_STREAM, found.end)
-        logger.warning("Repaired %s of a killed writer: %d requests are complete", name, len(found.entries))
+        logger.warning("Repaired %s of a killed writer: %d requests are complete", name, len(found.places))
 
 
 class OutputFile:

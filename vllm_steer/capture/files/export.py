@@ -25,6 +25,8 @@ import numpy.typing as npt
 from vllm_steer.capture.files.reader import StoredRequest
 from vllm_steer.capture.results import NO_TOKEN, Site
 
+_ROW = "row"
+_GROUP_BYTES = 64 << 20
 _NO_ROWS = "no rows match; check the request, point and layer"
 
 
@@ -57,7 +59,7 @@ def to_dataset(requests: Iterable[StoredRequest], point: str | None = None, laye
 def export_parquet(
     requests: Iterable[StoredRequest], out: Path, point: str | None = None, layer: int | None = None
 ) -> int:
-    """Write the table of `to_arrow` to a new Parquet file, one request at a time.
+    """Write the table of `to_arrow` to a new Parquet file, in row groups of 64 to 128 MiB.
 
     Returns:
         The number of rows written.
@@ -65,10 +67,14 @@ def export_parquet(
     arrow, parquet = _import_optional("pyarrow"), _import_optional("pyarrow.parquet")
     num_rows, writer = 0, None
     with _new_file(out) as file:
-        for batch in _batches(arrow, requests, point, layer):
-            writer = writer or parquet.ParquetWriter(file, batch.schema)
-            writer.write_batch(batch)
-            num_rows += batch.num_rows
+        for group in _groups(_batches(arrow, requests, point, layer)):
+            table = arrow.Table.from_batches(group)
+            if writer is None:
+                # A dictionary of the rows would be stored beside them: their numbers rarely repeat.
+                names = [name for name in table.column_names if name != _ROW]
+                writer = parquet.ParquetWriter(file, table.schema, use_dictionary=names)
+            writer.write_table(table, row_group_size=max(1, 2 * _GROUP_BYTES * table.num_rows // table.nbytes))
+            num_rows += table.num_rows
         if writer is None:
             raise ValueError(_NO_ROWS)
         writer.close()
@@ -144,6 +150,20 @@ def _add_array(archive: zipfile.ZipFile, name: str, array: npt.NDArray[Any]) -> 
         np.lib.format.write_array(member, array, allow_pickle=False)  # type: ignore[no-untyped-call]
 
 
+def _groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
+    """Collect batches into groups of at least ``_GROUP_BYTES``, except for the last one."""
+    group: list[Any] = []
+    size = 0
+    for batch in batches:
+        group.append(batch)
+        size += batch.nbytes
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
 def _batches(arrow: Any, requests: Iterable[StoredRequest], point: str | None, layer: int | None) -> Iterator[Any]:
     first: tuple[Any, int] | None = None
     for request in requests:
@@ -182,7 +202,7 @@ def _batch(arrow: Any, request: StoredRequest, site: Site, rows: npt.NDArray[Any
         unknown = values.numpy() == NO_TOKEN
         columns[name] = arrow.array(values.numpy(), mask=unknown) if known else arrow.nulls(n, arrow.int64())
     flat = arrow.array(np.ascontiguousarray(rows).reshape(-1))
-    columns["row"] = arrow.FixedSizeListArray.from_arrays(flat, rows.shape[1])
+    columns[_ROW] = arrow.FixedSizeListArray.from_arrays(flat, rows.shape[1])
     return arrow.RecordBatch.from_pydict(columns)
 
 

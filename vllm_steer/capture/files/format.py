@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from vllm_steer.capture.results import CapturedRequest, Site, SiteRows, Status, Unreached
+from vllm_steer.capture.results import CapturedRequest, SiteRows, Status, Unreached
 from vllm_steer.spec import CaptureSpec, Projection
 from vllm_steer.spec.selector import POSITIONS as SPEC_POSITIONS
 
 FORMAT = "vllm-steer capture"
+MIN_MAPPED_BYTES = 1 << 16
+"""Rows of a site in a safetensors file are mapped from this size on, and copied below it."""
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -61,6 +63,8 @@ class RequestEntry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     """Number of the request among those submitted in its run, from 0."""
     unreached: Unreached = ()
     """Positions and ``[start, stop]`` pairs of the spec that the request ended before."""
+    sites: tuple[Any, ...]
+    """The captured sites, each with ``point`` and ``layer``."""
 
 
 class StoredSite(NamedTuple):
@@ -75,15 +79,21 @@ class StoredSite(NamedTuple):
 
 
 class CaptureFile(ABC):
-    """A file of stored requests."""
+    """A file of stored requests. A pickled one has no rows; its copy reads them from the file."""
 
     path: Path
-    entries: Sequence[RequestEntry]
-    """Properties of the requests, as written."""
 
     @abstractmethod
-    def site_names(self, index: int) -> tuple[Site, ...]:
-        """Return the captured sites of request ``index``."""
+    def __len__(self) -> int:
+        """Return the number of requests."""
+
+    @abstractmethod
+    def entry(self, index: int) -> RequestEntry:
+        """Return the properties of request ``index``, as written."""
+
+    @abstractmethod
+    def shape(self, index: int, number: int) -> tuple[int, int, torch.dtype]:
+        """Return number, width and dtype of the rows of site ``number`` of request ``index``, without reading them."""
 
     @abstractmethod
     def site(self, index: int, number: int) -> StoredSite:

@@ -24,6 +24,7 @@ import torch
 from msgspec.structs import astuple
 
 from vllm_steer.capture.files import stream, tensors
+from vllm_steer.capture.files.dataset import RowDataset
 from vllm_steer.capture.files.format import CaptureFile, StoredSite, escape_surrogates, hashed_stem
 from vllm_steer.capture.files.journal import Submission, read_journals
 from vllm_steer.capture.files.stream_file import StreamFile
@@ -38,7 +39,7 @@ _HASHED_NAME = re.compile("[0-9a-f]{32}-.*")
 
 
 _MAX_OPEN = 8
-"""Files that are kept open between requests: streams hold requests in the order in which they ended."""
+"""Safetensors files whose index is kept between requests. Streams are kept all: they hold many requests."""
 
 
 def open_captures(path: str | Path, run: str | None = None) -> Captures:
@@ -88,7 +89,8 @@ class Captures(Sequence["StoredRequest"]):
         self.path = path
         self.run = run
         """Name of the selected run, or None for all."""
-        self._open: OrderedDict[Path, list[StoredRequest]] = OrderedDict()
+        self._streams: dict[Path, StreamFile] = {}
+        self._recent: OrderedDict[Path, TensorFile] = OrderedDict()
 
     def files(self) -> list[Path]:
         """Return the capture files."""
@@ -119,6 +121,19 @@ class Captures(Sequence["StoredRequest"]):
     def __iter__(self) -> Iterator[StoredRequest]:
         """Iterate in the order of submission."""
         return map(self._request, self._places)
+
+    def dataset(self, point: str, layer: int) -> RowDataset:
+        """Return the rows of one site of all requests that captured it, for ``torch.utils.data.DataLoader``.
+
+        Raises:
+            KeyError: No request captured the site.
+            ValueError: The rows differ in width or dtype.
+
+        Example:
+            >>> rows = open_captures("acts").dataset("post_block", 5)  # doctest: +SKIP
+            >>> loader = DataLoader(rows, batch_size=512, shuffle=True, num_workers=2)  # doctest: +SKIP
+        """
+        return RowDataset(self, point, layer)
 
     def find(
         self, request_id: str | None = None, sample: int | None = None, *, tag: str | None = None
@@ -159,18 +174,29 @@ class Captures(Sequence["StoredRequest"]):
                 request.index,
             )
             for path in files
-            for request in _read(path)
+            for request in self._requests(path)
             if self.run in (None, request.run)
         )
 
     def _request(self, place: _Place) -> StoredRequest:
-        requests = self._open.pop(place.path, None)
-        if requests is None:
-            requests = _read(place.path)
-        self._open[place.path] = requests
-        if len(self._open) > _MAX_OPEN:
-            self._open.popitem(last=False)
-        return requests[place.number]
+        return StoredRequest(self._file(place.path), place.number)
+
+    def _requests(self, path: Path) -> Iterator[StoredRequest]:
+        file = self._file(path)
+        return (StoredRequest(file, i) for i in range(len(file)))
+
+    def _file(self, path: Path) -> StreamFile | TensorFile:
+        file = self._streams.get(path, self._recent.get(path))
+        if file is None:
+            file = _FILE_TYPES.get(path.suffix, TensorFile)(path)
+        if isinstance(file, StreamFile):
+            self._streams[path] = file
+        else:
+            self._recent[path] = file
+            self._recent.move_to_end(path)
+            if len(self._recent) > _MAX_OPEN:
+                self._recent.popitem(last=False)
+        return file
 
     def submitted(self) -> list[Submission]:
         """Return all samples of requests that were submitted, by run and in the order of submission."""
@@ -194,7 +220,7 @@ class StoredRequest:
     """One sample of one request in a capture file."""
 
     def __init__(self, file: CaptureFile, index: int) -> None:
-        entry = file.entries[index]
+        entry = file.entry(index)
         self.path = file.path
         """The file."""
         self.index = index
@@ -225,7 +251,7 @@ class StoredRequest:
         """Positions and ``[start, stop]`` pairs of the spec that the request ended before; empty in files of earlier
         versions."""
         self._file = file
-        self._sites = {site: number for number, site in enumerate(file.site_names(index))}
+        self._sites = {(site.point, site.layer): number for number, site in enumerate(entry.sites)}
 
     @property
     def prompt_tokens(self) -> int:
@@ -251,8 +277,14 @@ class StoredRequest:
         """Size of the rows in bytes."""
         return sum(self.tensor(*site).nbytes for site in self.sites)
 
+    def shape(self, point: str, layer: int) -> tuple[int, int, torch.dtype]:
+        """Return number, width and dtype of the rows of a site, without reading them."""
+        return self._file.shape(self.index, self._number(point, layer))
+
     def tensor(self, point: str, layer: int) -> torch.Tensor:
-        """Return the rows of a site, ``[n, hidden]`` or as reduced, memory-mapped and copy-on-write.
+        """Return the rows of a site, ``[n, hidden]`` or as reduced.
+
+        Rows of streams, and large ones of safetensors files, are memory-mapped, copy-on-write.
 
         Raises:
             KeyError: The site was not captured.
@@ -278,11 +310,9 @@ class StoredRequest:
         return f"StoredRequest({self.request_id!r}, sample={self.sample}, {len(self._sites)} sites, {self.status})"
 
     def _site(self, point: str, layer: int) -> StoredSite:
+        return self._file.site(self.index, self._number(point, layer))
+
+    def _number(self, point: str, layer: int) -> int:
         if (point, layer) not in self._sites:
             raise_unknown_site(point, layer, self._sites)
-        return self._file.site(self.index, self._sites[point, layer])
-
-
-def _read(path: Path) -> list[StoredRequest]:
-    file = _FILE_TYPES.get(path.suffix, TensorFile)(path)
-    return [StoredRequest(file, i) for i in range(len(file.entries))]
+        return self._sites[point, layer]

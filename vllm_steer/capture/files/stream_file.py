@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from functools import cached_property
 from itertools import pairwise
@@ -12,13 +11,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 import xxhash
 
 from vllm_steer.capture.files.format import DTYPES, FORMAT, CaptureFile, CaptureFileError, StoredSite
 from vllm_steer.capture.files.stream import CHECKSUM, END_OF_STREAM, REQUEST, SCHEMA, VERSION, Line, StreamEntry
-from vllm_steer.capture.results import Site
 
 _HEADER = SCHEMA.serialize().to_pybytes()
 _MAX_METADATA = 1 << 24
@@ -26,9 +25,10 @@ _PARSE_ERRORS = (pa.ArrowException, OSError, ValueError, LookupError, RecursionE
 
 
 class StreamFile(CaptureFile):
-    """A stream, possibly one that is being written. It is mapped while rows are read or in use."""
+    """A stream, possibly one that is being written. It is mapped while rows are read or in use.
 
-    entries: list[StreamEntry]
+    Only the places of its requests are held, 40 bytes each, so that the files of a large directory can stay open.
+    """
 
     def __init__(self, path: Path) -> None:
         """Find the whole requests.
@@ -40,36 +40,54 @@ class StreamFile(CaptureFile):
         found = scan(path)
         self.sealed = found.sealed
         """Whether the stream has ended."""
-        self.entries = found.entries
-        self._spans = found.spans
+        self._places = np.array(found.places, np.uint64).reshape(-1, len(Place._fields))
         self._checked: set[int] = set()
         self._recent: tuple[int, list[Line]] = -1, []
 
-    def site_names(self, index: int) -> tuple[Site, ...]:
-        """Return the captured sites of a request."""
-        return tuple((site.point, site.layer) for site in self.entries[index].sites)
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "_checked": set(), "_recent": (-1, [])}
+        state.pop("_mapped", None)
+        return state
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def entry(self, index: int) -> StreamEntry:
+        """Return the properties of a request."""
+        place = self._place(index)
+        text = self._mapped[place.text : place.text_end].tobytes()
+        if xxhash.xxh3_64_intdigest(text) != place.checksum:
+            raise CaptureFileError(f"{self.path} is damaged in request {index}: it has changed since it was opened")
+        return _decode(text)
+
+    def shape(self, index: int, number: int) -> tuple[int, int, torch.dtype]:
+        """Return number, width and dtype of the rows of a site."""
+        site = self.entry(index).sites[number]
+        return *site.shape, DTYPES[site.dtype]
 
     def site(self, index: int, number: int) -> StoredSite:
         """Return the rows and tokens of a site. The first call for a request compares its checksum."""
-        entry = self.entries[index].sites[number]
-        _, positions, token_ids, rows = self._lines(index)[number]
-        dtype = DTYPES[entry.dtype]
+        site, positions, token_ids, rows = self._lines(index)[number]
+        dtype = DTYPES[site.dtype]
         if not rows.size:
-            tensor = torch.empty(entry.shape, dtype=dtype)
+            tensor = torch.empty(site.shape, dtype=dtype)
         else:
-            start = rows.address - self._base
+            start = rows.address - self._mapped.ctypes.data
             tensor = torch.frombuffer(self._mapped, dtype=torch.uint8, count=rows.size, offset=start)
             if start % dtype.itemsize:
                 tensor = tensor.clone()
-            tensor = tensor.view(dtype).view(entry.shape)
+            tensor = tensor.view(dtype).view(site.shape)
         return StoredSite(tensor, torch.tensor(positions), torch.tensor(token_ids))
+
+    def _place(self, index: int) -> Place:
+        return Place(*self._places[index].tolist())
 
     def _lines(self, index: int) -> list[Line]:
         if index == self._recent[0]:
             return self._recent[1]
-        start, stop = self._spans[index]
+        start, stop, *_ = self._place(index)
         lines: list[Line] = []
-        entry, checksum = self.entries[index], xxhash.xxh3_64()
+        entry, checksum = self.entry(index), xxhash.xxh3_64()
         try:
             source = pa.BufferReader(pa.py_buffer(self._mapped).slice(start, stop - start))
             while source.tell() < stop - start:
@@ -95,20 +113,28 @@ class StreamFile(CaptureFile):
         return lines
 
     @cached_property
-    def _mapped(self) -> mmap.mmap:
+    def _mapped(self) -> npt.NDArray[np.uint8]:
         return _map(self.path)
 
-    @cached_property
-    def _base(self) -> int:
-        return int(pa.py_buffer(self._mapped).address)
+
+class Place(NamedTuple):
+    """Bytes of one whole request in a stream."""
+
+    start: int
+    """First byte of its first message."""
+    stop: int
+    """The byte behind its last message."""
+    text: int
+    """First byte of its properties."""
+    text_end: int
+    checksum: int
+    """XXH3 checksum of its properties."""
 
 
 class Scan(NamedTuple):
     """The whole requests of a stream."""
 
-    entries: list[StreamEntry]
-    spans: list[tuple[int, int]]
-    """First byte of each request, and the byte behind it."""
+    places: list[Place]
     end: int
     """End of the last whole request."""
     sealed: bool
@@ -120,8 +146,7 @@ def scan(path: Path | str) -> Scan:
     Raises:
         CaptureFileError: The file is damaged or not a capture file.
     """
-    entries: list[StreamEntry] = []
-    spans: list[tuple[int, int]] = []
+    places: list[Place] = []
     end, size, sealed, problem = 0, 0, False, "it is empty"
     if os.path.getsize(path):
         mapped = _map(path)
@@ -140,21 +165,24 @@ def scan(path: Path | str) -> Scan:
                     problem = "" if sealed or source.tell() == end else "a request has no end"
                     break
                 try:
-                    _check_size(batch, mapped[start : start + 8], source.tell() - start)
-                    entry = _decode(metadata)
+                    size_of_header = 8 + int.from_bytes(mapped[start + 4 : start + 8], "little")
+                    _check_size(batch, size_of_header, source.tell() - start)
+                    text = _properties(metadata)
+                    if text:
+                        _decode(text)
+                        at = start + mapped[start : start + size_of_header].tobytes().index(text)
+                        checksum = xxhash.xxh3_64_intdigest(text)
+                        places.append(Place(end, source.tell(), at, at + len(text), checksum))
+                        end = source.tell()
                 except _PARSE_ERRORS as error:
                     raise CaptureFileError(f"{path} is damaged after byte {end}: {error}") from None
-                if entry is not None:
-                    entries.append(entry)
-                    spans.append((end, source.tell()))
-                    end = source.tell()
         except CaptureFileError:
             raise
         except _PARSE_ERRORS as error:
             problem = str(error)
     if problem and not sealed and _goes_on(path, end, size):
         raise CaptureFileError(f"{path} is damaged after byte {end}: {problem}")
-    return Scan(entries, spans, end, sealed)
+    return Scan(places, end, sealed)
 
 
 def _has_its_sizes(line: Line) -> bool:
@@ -163,9 +191,15 @@ def _has_its_sizes(line: Line) -> bool:
     return sizes == (site.tokens, site.tokens, rows * width * DTYPES[site.dtype].itemsize)
 
 
-def _map(path: Path | str) -> mmap.mmap:
+def _map(path: Path | str) -> npt.NDArray[np.uint8]:
+    """Map a file copy-on-write. Unlike Python's, torch's mapping holds no file descriptor."""
     with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        name, size = f"/proc/self/fd/{file.fileno()}", os.fstat(file.fileno()).st_size
+        try:
+            storage = torch.UntypedStorage.from_file(name, False, size)
+        except RuntimeError as error:
+            raise OSError(f"{path} cannot be mapped: {error}") from None
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[arg-type]
 
 
 def _check_schema(path: Path | str, schema: Any) -> None:
@@ -179,20 +213,22 @@ def _check_schema(path: Path | str, schema: Any) -> None:
         raise CaptureFileError(f"{path} is damaged: it has other columns than a capture file")
 
 
-def _check_size(batch: Any, prefix: bytes, size: int) -> None:
+def _check_size(batch: Any, size_of_header: int, size: int) -> None:
     """Raise ValueError if a message is longer than its batch, and so hides those that follow."""
     buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer is not None)
-    if size != 8 + int.from_bytes(prefix[4:], "little") + sum(-(-buffer.size // 8) * 8 for buffer in buffers):
+    if size != size_of_header + sum(-(-buffer.size // 8) * 8 for buffer in buffers):
         raise ValueError("the length of a message differs from its content")
 
 
-def _decode(metadata: Any) -> StreamEntry | None:
-    """Return the properties of a request, or None if a batch is not the last one of its request."""
-    text = b"" if metadata is None else metadata[REQUEST]
+def _properties(metadata: Any) -> bytes:
+    """Return the text with the properties of a request; it is empty in a batch that is not the request's last."""
+    text: bytes = b"" if metadata is None else metadata[REQUEST]
     if metadata is None or xxhash.xxh3_64_hexdigest(text).encode() != metadata[CHECKSUM]:
         raise ValueError("the checksum of the properties differs")
-    if not text:
-        return None
+    return text
+
+
+def _decode(text: bytes) -> StreamEntry:
     entry = msgspec.json.decode(text, type=StreamEntry)
     if any(site.dtype not in DTYPES or min(site.shape) < 0 for site in entry.sites):
         raise ValueError("a site has an unknown dtype or shape")
@@ -217,7 +253,8 @@ def _goes_on(path: Path | str, end: int, size: int) -> bool:
         try:
             reader = pa.ipc.open_stream(_HEADER + rest[start:])
             _, metadata = reader.read_next_batch_with_custom_metadata()
-            if _decode(metadata) is not None:
+            if text := _properties(metadata):
+                _decode(text)
                 return True
         except (*_PARSE_ERRORS, StopIteration, TypeError):
             continue

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from vllm_steer.capture.files.format import (
     DTYPES,
     FORMAT,
+    MIN_MAPPED_BYTES,
     CaptureFile,
     CaptureFileError,
     RequestEntry,
@@ -30,7 +31,7 @@ from vllm_steer.capture.files.format import (
     entry_fields,
     row_bytes,
 )
-from vllm_steer.capture.results import CapturedRequest, Site
+from vllm_steer.capture.results import CapturedRequest
 
 VERSION = "1"
 SUFFIX = ".safetensors"
@@ -87,9 +88,7 @@ def encode_request(captured: CapturedRequest, run: str | None = None) -> list[me
 
 
 class TensorFile(CaptureFile):
-    """A safetensors file. It is mapped when rows are first read, and stays mapped while they are in use."""
-
-    entries: list[TensorEntry]
+    """A safetensors file. It is mapped when rows are first read, and stays mapped while large rows are in use."""
 
     def __init__(self, path: Path) -> None:
         """Read the index.
@@ -98,24 +97,37 @@ class TensorFile(CaptureFile):
             CaptureFileError: The file is damaged or not a capture file.
         """
         self.path = path
-        self.entries = _read_index(path)
+        self._entries = _read_index(path)
 
-    def site_names(self, index: int) -> tuple[Site, ...]:
-        """Return the captured sites of a request."""
-        return tuple((site.point, site.layer) for site in self.entries[index].sites)
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entry(self, index: int) -> TensorEntry:
+        """Return the properties of a request."""
+        return self._entries[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_mapped"}
+
+    def shape(self, index: int, number: int) -> tuple[int, int, torch.dtype]:
+        """Return number, width and dtype of the rows of a site."""
+        site = self._entries[index].sites[number]
+        rows = self._slice(site.tensor, site.rows, DTYPES.values(), 2)
+        return len(rows), rows.shape[1], rows.dtype
 
     def site(self, index: int, number: int) -> StoredSite:
         """Return the rows and tokens of a site."""
-        site = self.entries[index].sites[number]
+        site = self._entries[index].sites[number]
         return StoredSite(
-            self._slice(site.tensor, site.rows, DTYPES.values(), 2),
-            self._slice(POSITIONS, site.tokens, (torch.int32,), 1),
-            self._slice(TOKEN_IDS, site.tokens, (torch.int32,), 1),
+            _separate(self._slice(site.tensor, site.rows, DTYPES.values(), 2)),
+            _separate(self._slice(POSITIONS, site.tokens, (torch.int32,), 1)),
+            _separate(self._slice(TOKEN_IDS, site.tokens, (torch.int32,), 1)),
         )
 
     def _slice(self, name: str, span: tuple[int, int], dtypes: Collection[torch.dtype], ndim: int) -> torch.Tensor:
+        mapped = self._mapped
         try:
-            tensor: torch.Tensor = self._mapped.get_tensor(name)
+            tensor: torch.Tensor = mapped.get_tensor(name)
         except SafetensorError as error:
             raise CaptureFileError(f"{self.path} is damaged: {error}") from None
         if tensor.dtype not in dtypes or tensor.ndim != ndim:
@@ -128,6 +140,17 @@ class TensorFile(CaptureFile):
     @cached_property
     def _mapped(self) -> Any:
         return safe_open(self.path, framework="pt")
+
+
+def _separate(part: torch.Tensor) -> torch.Tensor:
+    """Return a part of a mapped file as a tensor of its own, with which not the whole file is pickled.
+
+    A small part is copied, because it would keep its file mapped: Linux allows 65,530 mappings per process.
+    """
+    if part.nbytes < MIN_MAPPED_BYTES:
+        return part.clone()
+    mapped = part.reshape(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(mapped, dtype=torch.uint8).view(part.dtype).view(part.shape)
 
 
 def _read_index(path: Path) -> list[TensorEntry]:
