@@ -24,6 +24,8 @@ MAX_SEGMENTS = 1024
 MAX_BOUNDARIES = 2 * MAX_SEGMENTS
 """Positions at which the selectors of one request may begin or end. Equal edits that follow one another share a
 segment, so a request within ``max_segments`` can have more boundaries than segments."""
+MAX_TOTAL_CONDITIONS = 256
+"""Upper bound of the engine limit ``max_conditions``."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 "max_conditions",
                 16,
                 1,
-                256,
+                MAX_TOTAL_CONDITIONS,
                 "conditions of one request, in `when` of its edits and in `stop_on`",
             ),
             EngineLimit(
@@ -373,6 +375,9 @@ MAX_EDITS = 4096
 MAX_LAYERS = 4096
 MAX_WIDTH = 65536
 MAX_SELECTOR_ITEMS = 65536
+MAX_LISTED = 1 << 20
+MAX_NAMES = 1024
+MAX_NAME_CHARS = 65536
 MAX_REFERENCES = 64
 MAX_CONSUMERS = 16
 MAX_OPTIONS_CHARS = 16384
@@ -399,6 +404,9 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("layers", MAX_LAYERS, "layers that can be named: 0 to 4095"),
     FormatLimit("width", MAX_WIDTH, "components of a vector"),
     FormatLimit("selector items", MAX_SELECTOR_ITEMS, "positions and [start, stop) pairs in one list"),
+    FormatLimit("listed", MAX_LISTED, "positions, pairs and layers in all lists of one request together"),
+    FormatLimit("names", MAX_NAMES, "names that vLLM does not know in one object of a body, and in `vllm_xargs`"),
+    FormatLimit("name characters", MAX_NAME_CHARS, "characters of all these names together"),
     FormatLimit("modules", MAX_REFERENCES, "names in `steering_modules`"),
     FormatLimit("consumers", MAX_CONSUMERS, "consumers in `capture`"),
     FormatLimit("options", MAX_OPTIONS_CHARS, "characters of JSON in the options of one consumer"),

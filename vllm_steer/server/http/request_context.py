@@ -60,6 +60,8 @@ class RequestContext:
     """Error raised while creating sampling parameters. vLLM's own response loses its status."""
     prompt_len: int | None = None
     """Token count of the prompt whose sampling parameters are created next; None if unknown."""
+    own: tuple[Mapping[str, Any], Mapping[str, bytes]] | None = None
+    """The fields without options of the server, and what they compile to, once they are compiled."""
     compiled: Mapping[str, bytes] | None = None
     """Compiled fields, including modules and global steering. Compiled once for all prompts of the body."""
     shared: Mapping[str, bytes] | None = None
@@ -139,6 +141,7 @@ class RequestContext:
         self.results.clear()
         self.readouts.clear()
         self.unreached.clear()
+        self.own = None
         self.compiled = self.shared = self.applied_json = None
 
 
