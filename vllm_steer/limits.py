@@ -397,6 +397,7 @@ MAX_PROBE_WIDTH = 256
 MAX_SAES = 64
 MAX_CONTROLLED = 1024
 MAX_SAE_FEATURES = 1 << 22
+MAX_STUDY_PAIRS = 16384
 MAX_STUDY_POSITIONS = 1 << 22
 
 FORMAT_LIMITS: tuple[FormatLimit, ...] = (
@@ -429,6 +430,7 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("autoencoders", MAX_SAES, "sparse autoencoders of an engine"),
     FormatLimit("controlled samples", MAX_CONTROLLED, "samples that a controller steers at one time, in one process"),
     FormatLimit("features", MAX_SAE_FEATURES, "features of a sparse autoencoder"),
+    FormatLimit("study pairs", MAX_STUDY_PAIRS, "`pairs` of a patching study"),
     FormatLimit(
         "study positions", MAX_STUDY_POSITIONS, "positions of all columns and all pairs of a patching study together"
     ),

@@ -7,7 +7,6 @@ translated requests. A body is read only when the server reads it, which is afte
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,8 +17,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.bodies import ParsedBody
+from vllm_steer.peers.bodies import ParsedBody, refuse_path
 from vllm_steer.peers.rhizonymph.fields import FIELDS, MODULE_FIELDS, read_hooks, translate_fields
+from vllm_steer.server.http.body_checks import body_checks
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.capabilities import ROUTE as CAPABILITIES
@@ -36,6 +36,8 @@ SETTERS = ("/v1/steering/set", "/v1/steering/modules")
 DYNAMIC = "/v1/steering/dynamic"
 DYNAMIC_PROBLEM = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
 _WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *MODULE_FIELDS))
+RIGHTS = {name: "capture" if name.startswith("capture") else "steering" for name in FIELDS}
+"""Our fields by the fork's fields that become them, or that are refused."""
 RESULTS = "capture_results"
 
 
@@ -49,7 +51,7 @@ class RhizonymphMiddleware:
         path = app_path(scope) if scope["type"] == "http" else ""
         method = scope.get("method", "")
         if path.startswith(DYNAMIC):
-            await error_response(DYNAMIC_PROBLEM)(scope, receive, send)
+            await refuse_path(self.app, scope, receive, send, DYNAMIC_PROBLEM)
             return
         if (method, path) in PATHS:
             root = scope["path"][: len(scope["path"]) - len(path)]
@@ -114,7 +116,7 @@ class _Exchange:
             try:
                 if len(body) > limit:
                     raise BodyTooLargeError("body", f"exceeds {limit >> 20} MiB; raise --steering-max-body-mib")
-                body = await asyncio.to_thread(self._translated, body)
+                body = await body_checks().run(self._translated, body)
             except SteeringError as error:
                 self._refusal = error
                 raise HTTPException(status_code=400, detail=str(error)) from None
@@ -128,6 +130,8 @@ class _Exchange:
         document = parsed.value
         if not isinstance(document, dict):
             return body
+        if self._translate is translate_fields:  # the other routes have their own rights, which are checked first
+            parsed.require_rights(RIGHTS)
         translated = self._translate(document)
         parsed.refuse_repeated((*FIELDS, *MODULE_FIELDS), translated=translated != document)
         self._captures = "capture" in translated and not translated.get("stream")

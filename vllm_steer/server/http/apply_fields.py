@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Awaitable, Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
 from vllm_steer.compat.internals import ResponsesRequest, SamplingParams, VLLMValidationError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.parts import bind_request
 from vllm_steer.frontend.requests import check_beam_search
 from vllm_steer.limits import REQUEST_EDITS, REQUEST_VECTORS
 from vllm_steer.params import (
@@ -69,7 +71,8 @@ def refused(error: SteeringError) -> RequestRefused:
 
     The middleware replaces vLLM's response by one for the original error if that has another status.
     """
-    answered = RequestRefused(error.field, error.problem)
+    problem = error.public_problem if isinstance(error, RegistryUnavailableError) else error.problem
+    answered = RequestRefused(error.field, problem)
     context = current_request.get()
     if context is not None:
         # These errors have statuses of their own (401, 403, 413, 429, 503).
@@ -254,6 +257,7 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
         params.extra_args[PROMPT_KEY] = context.prompts
     # The batch runner has no middleware and no engine yet; the check happens when the request is submitted.
     if context.engine is not None:
+        _bind_parts(params, context, context.engine)
         context.engine.check(params, context.prompt_len)
     if CAPTURE_FIELD in fields:
         program = program_of(params)
@@ -270,6 +274,22 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
         context.samples = params.n
         context.results_in = answer
     context.fields_applied = bool(fields)
+
+
+def _bind_parts(params: Any, context: RequestContext, engine: EngineContext) -> None:
+    """Bind the parts of the program to the prompt. The engine would do so after the start of a streamed response."""
+    prompt = context.prompt
+    if prompt is None or context.input_processor is None or engine.markers is None:
+        return
+    places = prompt.get("mm_placeholders") or {}
+    request = SimpleNamespace(
+        sampling_params=params,
+        prompt_token_ids=prompt.get("prompt_token_ids"),
+        prompt_is_token_ids=prompt.get("is_token_ids"),
+        mm_features=[SimpleNamespace(modality=name, mm_position=each) for name in places for each in places[name]],
+    )
+    bind_request(request, context.input_processor, engine.markers)
+    params.extra_args = request.sampling_params.extra_args
 
 
 def compile_own(fields: Mapping[str, Any], context: RequestContext) -> tuple[Mapping[str, Any], Mapping[str, bytes]]:

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError
+from vllm_steer.log import steering_logger
 from vllm_steer.metrics.requests import count_refusal
 from vllm_steer.registry.errors import FIELD as REGISTRY_FIELD
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
@@ -21,6 +22,7 @@ from vllm_steer.server.access_errors import (
     UnauthorizedError,
 )
 
+logger = steering_logger(__name__)
 RETRY_SECONDS = 1
 """Default of the ``Retry-After`` header."""
 
@@ -74,7 +76,11 @@ def error_response(error: SteeringError) -> JSONResponse:
     status, kind = error_status(error)
     # The field of unreadable registry content is a digest; count it under the registry.
     count_refusal(status.value, REGISTRY_FIELD if isinstance(error, RegistryUnavailableError) else error.field)
-    detail = ErrorDetail(message=str(error), type=kind, param=error.field, code=status.value)
+    message = str(error)
+    if isinstance(error, RegistryUnavailableError):  # the whole message names hosts, databases and paths
+        logger.error("A request was refused because the registry is unavailable. %s", error)
+        message = f"{error.field}: {error.public_problem}"
+    detail = ErrorDetail(message=message, type=kind, param=error.field, code=status.value)
     headers = {}
     if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
         headers["retry-after"] = str(getattr(error, "retry_after", RETRY_SECONDS))
