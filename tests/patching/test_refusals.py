@@ -207,3 +207,32 @@ def test_the_columns_of_all_pairs_are_counted_together(monkeypatch: pytest.Monke
     assert PatchingStudy(FakeRunner(), pairs=pairs).sweep(progress=False).grid("post_block").shape == (2, 4)
     with pytest.raises(SteeringError, match="more than 12 positions"):
         PatchingStudy(FakeRunner(), pairs=[*pairs, pairs[0]]).sweep(progress=False)
+
+
+def test_texts_that_are_not_unicode_are_refused() -> None:
+    """Catches a tokenizer's TypeError, and a codec's message without the field."""
+    for field in ("clean", "corrupt", "answer"):
+        given = {"clean": "the red", "corrupt": "the blue", "answer": "car", field: "the \ud800"}
+        with pytest.raises(SteeringError, match="half of a surrogate pair at character 4") as refused:
+            PatchingStudy(FakeRunner(), **given)
+        assert refused.value.field == field
+
+
+def test_pairs_are_counted_before_they_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a hundred thousand pairs that are tokenised and then refused."""
+    runner = FakeRunner()
+    monkeypatch.setattr(runner, "encode", lambda *_: pytest.fail("a prompt was tokenised"))
+    with pytest.raises(SteeringError, match="a study has at most 16384") as refused:
+        PatchingStudy(runner, pairs=[("a", "b", "c", "d")] * 16385)
+    assert refused.value.field == "pairs"
+
+
+def test_a_file_with_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path) -> None:
+    """Catches a TypeError for a file of bfloat16 tensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path / "study.safetensors"
+    save_file({"clean": torch.zeros(2, dtype=torch.bfloat16)}, path)
+    with pytest.raises(SteeringError, match="not a file of a patching study"):
+        PatchingResult.load(path)
