@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_tensors
 
 from tests.memory import at_most
 from tests.patching.fake import FakeRunner
@@ -229,10 +230,7 @@ def test_pairs_are_counted_before_they_are_tokenised(monkeypatch: pytest.MonkeyP
 
 def test_a_file_with_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path) -> None:
     """Catches a TypeError for a file of bfloat16 tensors."""
-    import torch
-    from safetensors.torch import save_file
-
     path = tmp_path / "study.safetensors"
-    save_file({"clean": torch.zeros(2, dtype=torch.bfloat16)}, path)
+    save_tensors({"clean": torch.zeros(2, dtype=torch.bfloat16)}, path)
     with pytest.raises(SteeringError, match="not a file of a patching study"):
         PatchingResult.load(path)

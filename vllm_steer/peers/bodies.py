@@ -16,9 +16,7 @@ from vllm_steer.server.auth.current_key import require_field_rights
 from vllm_steer.server.http.error_response import error_response
 
 
-async def refuse_path(
-    app: ASGIApp, scope: Scope, receive: Receive, send: Send, error: SteeringError
-) -> None:
+async def refuse_path(app: ASGIApp, scope: Scope, receive: Receive, send: Send, error: SteeringError) -> None:
     """Answer a path that ``app`` does not have with ``error``, after its authentication.
 
     The application answers with HTTP 404, which is replaced; HTTP 401 and 403 stay.

@@ -107,7 +107,9 @@ def _sqlite(path: Path) -> sa.Engine:
         for each in (path, path.parent):
             _check_private(each)
     except OSError as error:
-        raise RegistryUnavailableError(FIELD, f"its file cannot be used: {error.strerror or error}", str(path)) from None
+        raise RegistryUnavailableError(
+            FIELD, f"its file cannot be used: {error.strerror or error}", str(path)
+        ) from None
     mount = mount_of(path)
     if mount is not None and is_networked(mount.kind):
         raise SteeringError(
@@ -138,7 +140,9 @@ def _file_check(path: Path) -> Callable[[], None]:
         try:
             found = identity(path.lstat())
         except OSError as error:
-            raise RegistryUnavailableError(FIELD, f"its file cannot be used: {error.strerror or error}", str(path)) from None
+            raise RegistryUnavailableError(
+                FIELD, f"its file cannot be used: {error.strerror or error}", str(path)
+            ) from None
         if found != opened:
             raise RegistryUnavailableError(FIELD, "its file was replaced; restart the server", str(path))
 

@@ -336,7 +336,7 @@ def plain_positions(items: Sequence[object]) -> npt.NDArray[np.int64] | None:
         positions = np.array(items, np.int64)
     except OverflowError:
         return None
-    return positions if -OPEN_END < positions.min() and positions.max() < OPEN_END else None
+    return positions if positions.min() > -OPEN_END and positions.max() < OPEN_END else None
 
 
 def _runs(positions: npt.NDArray[np.int64]) -> list[Interval]:
