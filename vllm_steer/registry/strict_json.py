@@ -15,8 +15,8 @@ def parse_json(text: str | bytes, field: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        SteeringError: For ``field``, if the text is not valid JSON, repeats a key in an object, has a text that is not Unicode, or nests objects or
-            writes numbers beyond the parser's limits.
+        SteeringError: For ``field``, if the text is not valid JSON, repeats a key in an object, has a text that is not
+            Unicode, or nests objects or writes numbers beyond the parser's limits.
     """
     try:
         parsed = json.loads(text, object_pairs_hook=_object)

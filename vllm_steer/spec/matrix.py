@@ -126,9 +126,8 @@ def orthonormal_basis(directions: Matrix) -> npt.NDArray[np.float64]:
 
 # The edits of a request usually have the same subspace at several sites, and decompositions take long.
 @lru_cache(maxsize=4)
-def _singular_values(directions: bytes, count: int) -> npt.NDArray[np.float64]:
-    singular: npt.NDArray[np.float64] = np.linalg.svd(_normalized(directions, count), compute_uv=False)
-    return singular
+def _singular_values(directions: bytes, count: int) -> npt.NDArray[np.floating[Any]]:
+    return np.linalg.svd(_normalized(directions, count), compute_uv=False)
 
 
 @lru_cache(maxsize=4)

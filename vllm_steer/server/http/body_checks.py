@@ -12,7 +12,7 @@ import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import ParamSpec, TypeVar
 
 from vllm_steer.server.access_errors import ServerFullError
@@ -50,7 +50,8 @@ class BodyChecks:
                 )
             self.bodies += 1
         try:
-            future = self._pool.submit(contextvars.copy_context().run, function, *args, **kwargs)
+            call = partial(function, *args, **kwargs)
+            future: Future[T] = self._pool.submit(contextvars.copy_context().run, call)
         except BaseException:
             self._release()
             raise
