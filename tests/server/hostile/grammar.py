@@ -15,6 +15,8 @@ PATCH, SWEEP = "/v1/steering/patch", "/v1/patch_sweep"
 _texts = st.sampled_from(
     ["Hello", "", "<think>why", "</think>", "<tool_call>", "a:b", "é😀", "\ud800", "x" * 2000, "user: me\nassistant:"]
 )
+# vLLM itself answers halves of surrogate pairs in prompts and in `vllm_xargs` with HTTP 500, with or without steering.
+_encodable = _texts.filter(lambda text: text != "\ud800")
 _scalars = (
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats(width=32) | _texts
     | st.sampled_from([2**31, 10**30, 1e39, [], {}, [[]], "all", "answer", "thinking"])
@@ -59,14 +61,14 @@ _fields = st.fixed_dictionaries(
         "stop_on": st.lists(_conditions, max_size=2),
         "capture": st.dictionaries(st.sampled_from(["memory", "filesystem", "odd"]), _captures, max_size=2) | _scalars,
         "steering_modules": st.lists(_texts, max_size=2),
-        "vllm_xargs": st.dictionaries(_texts, st.integers(), max_size=2)
+        "vllm_xargs": st.dictionaries(_encodable, st.integers(), max_size=2)
         | st.just({f"z\u4e00{i}": 1 for i in range(3000)}),
         "stream": st.booleans(),
         "n": st.integers(1, 2),
     },
 )
 _message = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": _texts},
+    {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": _encodable},
     optional={
         "tool_calls": st.just([{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]),
         "tool_call_id": st.just("a"),
@@ -79,7 +81,8 @@ def _joined(base: dict[str, Any], part: st.SearchStrategy[Any], key: str) -> st.
     return st.builds(lambda fields, value: {**base, **fields, key: value}, _fields, part)
 
 
-_prompts = _texts | st.lists(st.integers(0, 200), max_size=5)
+_ids = st.lists(st.integers(0, 200), max_size=5)
+_prompts = _texts | _ids
 _study = st.fixed_dictionaries(
     {"clean": _prompts, "answer": _prompts},
     optional={
@@ -96,9 +99,9 @@ _content = st.fixed_dictionaries(
     {}, optional={"base": _short, "edits": st.lists(_edits, max_size=2), "probes": _short, "odd": _scalars}
 )
 SURFACES: dict[str, st.SearchStrategy[Any]] = {
-    "/v1/completions": _joined(_sampling, _prompts, "prompt"),
+    "/v1/completions": _joined(_sampling, _encodable | _ids, "prompt"),
     "/v1/chat/completions": _joined(_sampling, st.lists(_message, min_size=1, max_size=4), "messages"),
-    "/v1/responses": _joined({"model": MODEL, "temperature": 0, "max_output_tokens": 3}, _texts, "input"),
+    "/v1/responses": _joined({"model": MODEL, "temperature": 0, "max_output_tokens": 3}, _encodable, "input"),
     MODULES: st.builds(lambda content, name: {**content, "name": name}, _content, _texts),
     SET: _content,
     CLEAR: st.just({}) | _scalars,
