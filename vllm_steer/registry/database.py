@@ -182,7 +182,7 @@ class DatabaseStore:
         try:
             return self._run(body, writes)
         except DBAPIError as error:
-            if getattr(error.orig, "no_answer", False) or "timeout" in str(error.orig):
+            if getattr(error.orig, "no_answer", False):
                 self._silent_until = time.monotonic() + _SILENT_SECONDS
                 raise
             if not error.connection_invalidated or not may_retry():

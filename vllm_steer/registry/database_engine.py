@@ -84,7 +84,10 @@ def _connect(*args: Any, **options: Any) -> Any:
     class NoAnswerError(psycopg.OperationalError):
         no_answer = True
 
-    return Connection.connect(*args, **options)
+    try:
+        return Connection.connect(*args, **options)
+    except psycopg.errors.ConnectionTimeout as error:
+        raise NoAnswerError(str(error)) from None
 
 
 def _until(gen: Any, deadline: float) -> Any:

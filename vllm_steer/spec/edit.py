@@ -411,10 +411,8 @@ def _check_order(tokens: object) -> None:
         field, tokens = "tokens.generated", tokens["generated"]
     if not isinstance(tokens, list):
         return
-    positions = plain_positions(tokens)
-    # Positions from the end of the prompt come after those from its start.
-    if positions is not None and np.all(np.diff(np.where(positions < 0, positions + 2 * OPEN_END, positions)) > 0):
-        return
+    if (places := plain_positions(tokens)) is not None and (np.diff(places + 2 * OPEN_END * (places < 0)) > 0).all():
+        return  # in order: positions from the end of the prompt come after those from its start
     starts = [item if is_integer(item) else item[0] for item in tokens]
     order = [(start < 0, start) for start in starts]
     for i in range(1, len(order)):
