@@ -24,6 +24,8 @@ MAX_SEGMENTS = 1024
 MAX_BOUNDARIES = 2 * MAX_SEGMENTS
 """Positions at which the selectors of one request may begin or end. Equal edits that follow one another share a
 segment, so a request within ``max_segments`` can have more boundaries than segments."""
+MAX_TOTAL_CONDITIONS = 256
+"""Upper bound of the engine limit ``max_conditions``."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 "max_conditions",
                 16,
                 1,
-                256,
+                MAX_TOTAL_CONDITIONS,
                 "conditions of one request, in `when` of its edits and in `stop_on`, and one for each part of the "
                 "output that it selects, two for `answer` if tool calls are known; equal ones count once",
             ),
@@ -374,6 +376,9 @@ MAX_EDITS = 4096
 MAX_LAYERS = 4096
 MAX_WIDTH = 65536
 MAX_SELECTOR_ITEMS = 65536
+MAX_LISTED = 1 << 20
+MAX_NAMES = 1024
+MAX_NAME_CHARS = 65536
 MAX_REFERENCES = 64
 MAX_CONSUMERS = 16
 MAX_OPTIONS_CHARS = 16384
@@ -393,6 +398,7 @@ MAX_PROBE_WIDTH = 256
 MAX_SAES = 64
 MAX_CONTROLLED = 1024
 MAX_SAE_FEATURES = 1 << 22
+MAX_STUDY_PAIRS = 16384
 MAX_STUDY_POSITIONS = 1 << 22
 
 FORMAT_LIMITS: tuple[FormatLimit, ...] = (
@@ -400,6 +406,9 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("layers", MAX_LAYERS, "layers that can be named: 0 to 4095"),
     FormatLimit("width", MAX_WIDTH, "components of a vector"),
     FormatLimit("selector items", MAX_SELECTOR_ITEMS, "positions and [start, stop) pairs in one list"),
+    FormatLimit("listed", MAX_LISTED, "positions, pairs and layers in all lists of one request together"),
+    FormatLimit("names", MAX_NAMES, "names that vLLM does not know in one object of a body, and in `vllm_xargs`"),
+    FormatLimit("name characters", MAX_NAME_CHARS, "characters of all these names together"),
     FormatLimit("modules", MAX_REFERENCES, "names in `steering_modules`"),
     FormatLimit("consumers", MAX_CONSUMERS, "consumers in `capture`"),
     FormatLimit("options", MAX_OPTIONS_CHARS, "characters of JSON in the options of one consumer"),
@@ -422,6 +431,7 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("autoencoders", MAX_SAES, "sparse autoencoders of an engine"),
     FormatLimit("controlled samples", MAX_CONTROLLED, "samples that a controller steers at one time, in one process"),
     FormatLimit("features", MAX_SAE_FEATURES, "features of a sparse autoencoder"),
+    FormatLimit("study pairs", MAX_STUDY_PAIRS, "`pairs` of a patching study"),
     FormatLimit(
         "study positions", MAX_STUDY_POSITIONS, "positions of all columns and all pairs of a patching study together"
     ),

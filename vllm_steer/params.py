@@ -36,6 +36,7 @@ from vllm_steer.spec import (
     parse_stops,
 )
 from vllm_steer.spec.condition import STOP_FIELD
+from vllm_steer.spec.counts import check_counts
 from vllm_steer.spec.fields import parse_fields_with_paths
 from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.references import MODULES_FIELD
@@ -102,6 +103,7 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
         SteeringError: A field is invalid.
     """
     fields = dict(fields)
+    check_counts(fields)
     captures = parse_capture(fields.pop(CAPTURE_FIELD, None))
     readouts = parse_readouts(fields.pop(READOUTS_FIELD, None))
     stops = parse_stops(fields.pop(STOP_FIELD, None))

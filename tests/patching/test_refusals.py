@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_tensors
 
 from tests.memory import at_most
 from tests.patching.fake import FakeRunner
@@ -216,3 +217,29 @@ def test_masks_are_no_positions(positions: Any) -> None:
         read_positions(positions, ["a", "b", "c", "d"])
     with pytest.raises(SteeringError, match="repeats layer 2; name each layer once"):
         read_layers([2, 3, 2], 4)
+
+
+def test_texts_that_are_not_unicode_are_refused() -> None:
+    """Catches a tokenizer's TypeError, and a codec's message without the field."""
+    for field in ("clean", "corrupt", "answer"):
+        given = {"clean": "the red", "corrupt": "the blue", "answer": "car", field: "the \ud800"}
+        with pytest.raises(SteeringError, match="half of a surrogate pair at character 4") as refused:
+            PatchingStudy(FakeRunner(), **given)
+        assert refused.value.field == field
+
+
+def test_pairs_are_counted_before_they_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a hundred thousand pairs that are tokenised and then refused."""
+    runner = FakeRunner()
+    monkeypatch.setattr(runner, "encode", lambda *_: pytest.fail("a prompt was tokenised"))
+    with pytest.raises(SteeringError, match="a study has at most 16384") as refused:
+        PatchingStudy(runner, pairs=[("a", "b", "c", "d")] * 16385)
+    assert refused.value.field == "pairs"
+
+
+def test_a_file_with_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path) -> None:
+    """Catches a TypeError for a file of bfloat16 tensors."""
+    path = tmp_path / "study.safetensors"
+    save_tensors({"clean": torch.zeros(2, dtype=torch.bfloat16)}, path)
+    with pytest.raises(SteeringError, match="not a file of a patching study"):
+        PatchingResult.load(path)

@@ -84,3 +84,25 @@ def test_a_writer_does_not_wait_forever(backend: PostgresBackend, monkeypatch: p
 
     other.change(update)
     assert one.register("calm", **content()).epoch == 1
+
+
+def test_a_database_that_accepts_and_does_not_answer(
+    postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches requests that wait without limit, and requests behind them that each wait as long."""
+    monkeypatch.setattr(database, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(database, "_SILENT_SECONDS", 1000.0)
+    store = PostgresBackend(postgres_server).open()
+    runs: list[bool] = []
+    run = store._run
+    monkeypatch.setattr(store, "_run", lambda body, writes: runs.append(writes) or run(body, writes))
+    with monkeypatch.context() as silent:
+        # A query that takes for ever is what a database looks like that has stopped behind an open connection.
+        silent.setattr(database, "_read_revision", lambda connection: connection.exec_driver_sql("SELECT pg_sleep(60)"))
+        assert store.is_stale()  # `refresh` reports the error
+    for _ in range(3):
+        with pytest.raises(RegistryUnavailableError, match="does not answer"):
+            store.refresh()
+    assert runs == [False]
+    store._silent_until = 0.0
+    assert store.refresh().epoch == 0

@@ -46,3 +46,11 @@ def test_finds_duplicate_key_in_linear_time() -> None:
     with pytest.raises(ValueError, match="duplicate key 'twice'"):
         strict_json._object(pairs)
     assert CountedKey.compared < 4 * len(pairs)
+
+
+@pytest.mark.parametrize("text", ['{"a": "x\\ud800"}', '{"\\uDC00": 1}', '["\\udc00\\ud800"]'])
+def test_texts_that_are_not_unicode_are_refused(text: str) -> None:
+    """Catches HTTP 500, or a codec's message, where a name or a text is encoded later."""
+    with pytest.raises(SteeringError, match="half of a surrogate pair"):
+        parse_json(text, "body")
+    assert parse_json('["\\ud83d\\ude00", "\\\\ud800"]', "body") == ["\U0001f600", "\\ud800"]

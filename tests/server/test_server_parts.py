@@ -112,3 +112,22 @@ def test_refused(client: httpx.Client, tokens: Any, words: str) -> None:
     error = response.json()["error"]
     assert error["param"].startswith("steering[0].tokens")
     assert words in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPT}),
+        (CHAT, {"messages": MESSAGES}),
+        ("/v1/responses", {"input": PROMPT}),
+    ],
+)
+def test_refused_before_the_response_starts(client: httpx.Client, route: str, body: Any, stream: bool) -> None:
+    """Catches HTTP 200 with an error event, or a stream that ends without one, for a part that cannot be found."""
+    limit = "max_output_tokens" if "input" in body else "max_tokens"
+    fields = {"readouts": {"r": {**PROBE, "positions": "thinking"}}}
+    sent = {"model": GREEDY["model"], "temperature": 0, limit: 4, "stream": stream, **body, **fields}
+    response = client.post(route, json=sent)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith("readouts.r")

@@ -91,8 +91,8 @@ REQUEST_STAGES: tuple[Stage, ...] = (
             Join(f"{_BATCH}:run_request", AROUND, "vllm_steer.server.batch:run_request_line", only_if_imported=True),
             Join(
                 "vllm.entrypoints.serve.engine.serving:BaseServing._extract_prompt_len",
-                RESULT,
-                f"{_CONTEXT}:record_prompt_len",
+                AROUND,
+                f"{_CONTEXT}:record_prompt",
             ),
             *(
                 Join(f"{request}.to_sampling_params", RESULT, f"{_FIELDS}:apply_to_params")

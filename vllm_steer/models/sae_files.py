@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -37,7 +38,10 @@ _HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, 
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 """Readers of the headers of arrays by the version of their format."""
-_ARCHIVE_ERRORS = (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error)
+_ARCHIVE_ERRORS = (
+    *(OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error),
+    *(tokenize.TokenError, SyntaxError, TypeError),  # of numpy's parser of headers
+)
 """Errors of damaged, encrypted or unknown archives, of their compression and of their arrays."""
 DECODERS = ("W_dec", "w_dec")
 DECODER_FACTORS = ("finetuning_scaling_factor", "scaling_factor")

@@ -82,7 +82,7 @@ def load(path: Path) -> PatchingResult:
         if _KEY not in metadata:
             raise SteeringError(str(path), "has no patching study in its metadata")
         document = msgspec.json.decode(metadata[_KEY], type=_Document)
-    except (SafetensorError, msgspec.MsgspecError) as error:
+    except (SafetensorError, msgspec.MsgspecError, TypeError) as error:  # numpy lacks some dtypes of safetensors
         raise SteeringError(str(path), f"is not a file of a patching study: {error}") from None
     info = document.info
     shape = (len(info.pairs) * info.draws, len(info.points), len(info.layers), len(info.pairs[0].columns), NUM_MEASURES)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_STUDY_PAIRS
 from vllm_steer.patching.metrics import Targets
 from vllm_steer.patching.runner import Runner
 from vllm_steer.spec.scalars import is_integer, shown
@@ -39,6 +40,11 @@ def read_tokens(value: object, runner: Runner, field: str, *, special: bool) -> 
         SteeringError: The value has another form, is empty, or has a token that the model lacks.
     """
     if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            problem = f"{shown(value)} has half of a surrogate pair at character {error.start}, which is not text"
+            raise SteeringError(field, problem) from None
         try:
             tokens = tuple(runner.encode(value, special))
         except SteeringError as error:  # the engine has no tokenizer
@@ -109,6 +115,8 @@ def read_pairs(value: object, runner: Runner, *, with_corrupt: bool) -> tuple[Pa
     full = 4 if with_corrupt else 3
     if not isinstance(value, (list, tuple)) or not value:
         raise SteeringError("pairs", f"must be a list of {form}, not {shown(value)}")
+    if len(value) > MAX_STUDY_PAIRS:
+        raise SteeringError("pairs", f"has {len(value)} pairs; a study has at most {MAX_STUDY_PAIRS}")
     pairs = []
     for i, item in enumerate(value):
         if not isinstance(item, (list, tuple)) or len(item) not in (full, full - 1):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.registry.database_engine import LOCK_SECONDS, WRITES, create_engine
+from vllm_steer.registry.database_engine import ANSWER_SECONDS, LOCK_SECONDS, WRITES, create_engine
 from vllm_steer.registry.errors import FIELD, RegistryUnavailableError
 from vllm_steer.registry.index import RegistryIndex, decode_index, encode_index
 from vllm_steer.registry.location import show_location, split_url
@@ -47,6 +48,8 @@ OBJECTS = sa.Table(
 _ROW = STATE.c.id == 1
 _CREATE_LOCK = 7_310_589_204_116_273_477
 """Key of PostgreSQL's advisory lock for the creation of the tables, which is not atomic there."""
+_SILENT_SECONDS = 1.0
+"""How long a database that did not answer is not asked again."""
 _WRITER_SETTINGS = (
     "SET LOCAL synchronous_commit = on",  # an acknowledged change survives a crash of the database
     f"SET LOCAL lock_timeout = '{int(LOCK_SECONDS)}s'",
@@ -70,6 +73,7 @@ class DatabaseStore:
         self._lock = threading.RLock()
         self._snapshot = Snapshot()
         self._revision = ""
+        self._silent_until = 0.0
         self._is_postgresql = parts.scheme == "postgresql"
         self._engine, self._check_file = create_engine(parts)
         with self._report_errors():
@@ -137,7 +141,7 @@ class DatabaseStore:
         query = sa.select(STATE.c.revision, STATE.c.state).where(_ROW)
         row = connection.execute(query.with_for_update() if lock else query).one_or_none()
         if row is None:
-            raise RegistryUnavailableError(FIELD, f"the table {STATE.name} in {self._shown} has lost its row")
+            raise RegistryUnavailableError(FIELD, f"the table {STATE.name} has lost its row", self._shown)
         if row.revision == self._revision:
             return self._revision, self._snapshot
         index = decode_index(row.state)
@@ -173,9 +177,14 @@ class DatabaseStore:
         self, body: Callable[[sa.Connection], T], writes: bool = False, may_retry: Callable[[], bool] = lambda: True
     ) -> T:
         """Run ``body`` in a transaction. If the connection was lost while it was idle, run it again on a new one."""
+        if time.monotonic() < self._silent_until:  # requests that arrive meanwhile do not wait as well
+            raise RegistryUnavailableError(FIELD, "its database does not answer; try again", self._shown)
         try:
             return self._run(body, writes)
         except DBAPIError as error:
+            if getattr(error.orig, "no_answer", False):
+                self._silent_until = time.monotonic() + _SILENT_SECONDS
+                raise
             if not error.connection_invalidated or not may_retry():
                 raise
         return self._run(body, writes)
@@ -189,6 +198,9 @@ class DatabaseStore:
         with self._engine.connect() as pooled:
             connection = pooled.execution_options(**options)
             with connection.begin():
+                driver: Any = connection.connection.driver_connection
+                if self._is_postgresql:
+                    driver.answer_seconds = ANSWER_SECONDS + (LOCK_SECONDS if writes else 0)
                 if writes and self._is_postgresql:
                     for setting in _WRITER_SETTINGS:
                         connection.exec_driver_sql(setting)
@@ -202,9 +214,10 @@ class DatabaseStore:
         except SQLAlchemyError as error:
             original: Any = getattr(error, "orig", None) or error
             reason = next(iter(str(original).strip().splitlines()), type(original).__name__)
+            problem, place = "its database cannot be used", f"{self._shown}: {reason}"
             if getattr(original, "sqlstate", None) == "55P03" or reason == "database is locked":
-                reason = "another process is changing it; try again"
-            raise RegistryUnavailableError(FIELD, f"{self._shown}: {reason}") from None
+                problem, place = "another process is changing it; try again", self._shown
+            raise RegistryUnavailableError(FIELD, problem, place) from None
 
 
 def _has_state(connection: sa.Connection) -> bool:

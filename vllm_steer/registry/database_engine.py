@@ -22,6 +22,8 @@ from vllm_steer.fs.mounts import is_networked, mount_of
 from vllm_steer.registry.errors import FIELD, RegistryUnavailableError
 from vllm_steer.registry.location import sqlite_path
 
+ANSWER_SECONDS = 5.0
+"""How long a database may take to answer a query. A change may also wait for other processes."""
 LOCK_SECONDS = 10.0
 """How long a change waits for another process to finish its own."""
 CONNECT_SECONDS = 5
@@ -60,7 +62,45 @@ def _postgresql(parts: SplitResult) -> sa.Engine:
     }
     given = {key: value for key, value in arguments.items() if key not in url.query}
     # Without prepared statements, which poolers such as PgBouncer may not support.
-    return sa.create_engine(url, hide_parameters=True, connect_args={**given, "prepare_threshold": None})
+    engine = sa.create_engine(url, hide_parameters=True, connect_args={**given, "prepare_threshold": None})
+    sa.event.listen(engine, "do_connect", lambda _, record, args, options: _connect(*args, **options))
+    return engine
+
+
+def _connect(*args: Any, **options: Any) -> Any:
+    """Return a psycopg connection that is closed if the database does not answer in time, which libpq waits for."""
+    import psycopg  # optional
+
+    class Connection(psycopg.Connection[Any]):
+        answer_seconds = ANSWER_SECONDS
+
+        def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+            try:
+                return super().wait(_until(gen, time.monotonic() + self.answer_seconds), interval)
+            except TimeoutError:
+                self.close()
+                raise NoAnswerError(f"no answer within {self.answer_seconds:g} s") from None
+
+    class NoAnswerError(psycopg.OperationalError):
+        no_answer = True
+
+    try:
+        return Connection.connect(*args, **options)
+    except psycopg.errors.ConnectionTimeout as error:
+        raise NoAnswerError(str(error)) from None
+
+
+def _until(gen: Any, deadline: float) -> Any:
+    """Run a generator of psycopg, which is resumed several times per second; raise TimeoutError after ``deadline``."""
+    try:
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            wanted = gen.send(ready)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+    except StopIteration as end:
+        return end.value
 
 
 def _sqlite(path: Path) -> sa.Engine:
@@ -70,7 +110,9 @@ def _sqlite(path: Path) -> sa.Engine:
         for each in (path, path.parent):
             _check_private(each)
     except OSError as error:
-        raise RegistryUnavailableError(FIELD, f"{path}: {error.strerror or error}") from None
+        raise RegistryUnavailableError(
+            FIELD, f"its file cannot be used: {error.strerror or error}", str(path)
+        ) from None
     mount = mount_of(path)
     if mount is not None and is_networked(mount.kind):
         raise SteeringError(
@@ -101,9 +143,11 @@ def _file_check(path: Path) -> Callable[[], None]:
         try:
             found = identity(path.lstat())
         except OSError as error:
-            raise RegistryUnavailableError(FIELD, f"{path}: {error.strerror or error}") from None
+            raise RegistryUnavailableError(
+                FIELD, f"its file cannot be used: {error.strerror or error}", str(path)
+            ) from None
         if found != opened:
-            raise RegistryUnavailableError(FIELD, f"{path} was replaced; restart the server")
+            raise RegistryUnavailableError(FIELD, "its file was replaced; restart the server", str(path))
 
     return check
 

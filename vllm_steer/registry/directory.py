@@ -271,5 +271,5 @@ def _report_errors(path: Path, root: int = -1) -> Iterator[None]:
         yield
     except OSError as error:
         if root >= 0 and _is_another(path, root):
-            raise RegistryUnavailableError(FIELD, f"{path} was replaced; restart the server") from error
-        raise RegistryUnavailableError(FIELD, f"{path}: {_reason(error)}") from error
+            raise RegistryUnavailableError(FIELD, "its folder was replaced; restart the server", str(path)) from error
+        raise RegistryUnavailableError(FIELD, f"it cannot be read or written: {_reason(error)}", str(path)) from error

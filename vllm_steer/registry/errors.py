@@ -40,3 +40,8 @@ class RegistryFullError(SteeringError):
 
 class RegistryUnavailableError(SteeringError):
     """The registry's directory or database cannot be read or written."""
+
+    def __init__(self, field: str, problem: str, place: str = "") -> None:
+        """Create an error; ``place``, which clients of a server do not see, is a path or a database and its reason."""
+        super().__init__(field, f"{place}: {problem}" if place else problem)
+        self.public_problem = problem

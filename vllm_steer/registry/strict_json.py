@@ -15,11 +15,16 @@ def parse_json(text: str | bytes, field: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        SteeringError: For ``field``, if the text is not valid JSON, repeats a key in an object, or nests objects or
-            writes numbers beyond the parser's limits.
+        SteeringError: For ``field``, if the text is not valid JSON, repeats a key in an object, has a text that is not
+            Unicode, or nests objects or writes numbers beyond the parser's limits.
     """
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        parsed = json.loads(text, object_pairs_hook=_object)
+        if "\\ud" in (text if isinstance(text, str) else text.decode("latin-1")).lower():
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
+    except UnicodeEncodeError:
+        raise SteeringError(field, "has a text with half of a surrogate pair (\\ud800 to \\udfff); remove it") from None
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         reason = str(error).partition(";")[0]  # the rest is advice to Python programmers
         raise SteeringError(field, f"cannot be parsed as JSON: {reason[:200]}") from None

@@ -290,17 +290,16 @@ def _read_site_names(names: list[object] | tuple[object, ...]) -> Hooks:
     """Return the hooks of a list of names such as ``blocks.3.hook_resid_post``."""
     if not names:
         raise SteeringError("hooks", 'is empty; name at least one site such as "resid_post.12"')
-    limit = len(POINT_NAMES) * MAX_LAYERS
-    if len(names) > limit:
-        raise SteeringError("hooks", f'has {len(names)} sites; at most {limit}; use {{"post_block": "all"}}')
-    by_point: dict[PointName, list[int]] = {}
+    if len(names) > MAX_LAYERS:
+        raise SteeringError("hooks", f'has {len(names)} sites; at most {MAX_LAYERS}; use {{"post_block": "all"}}')
+    by_point: dict[PointName, set[int]] = {}
     for i, name in enumerate(names):
         point, layer = read_site(name, f"hooks[{i}]")
         if layer is None:
             raise SteeringError("hooks", f"must be {_HOOKS_FORM}; {shown(name)} has no layer")
-        if layer in by_point.setdefault(point, []):
+        if layer in by_point.setdefault(point, set()):
             raise SteeringError(f"hooks[{i}]", f"repeats {point} of layer {layer}; name each site once")
-        by_point[point].append(layer)
+        by_point[point].add(layer)
     return tuple((point, tuple(sorted(by_point[point]))) for point in POINT_NAMES if point in by_point)
 
 

@@ -29,7 +29,7 @@ from vllm_steer.spec.matrix import (
 )
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
-from vllm_steer.spec.selector import Selector, TokensForm, TokensInput
+from vllm_steer.spec.selector import OPEN_END, Selector, TokensForm, TokensInput, plain_positions
 from vllm_steer.spec.sites import NAMES_LISTED, Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
 from vllm_steer.spec.vector import Vector, VectorInput, pack_array, parse_vector
 
@@ -409,8 +409,9 @@ def _check_order(tokens: object) -> None:
         field, tokens = "tokens.generated", tokens["generated"]
     if not isinstance(tokens, list):
         return
+    if (places := plain_positions(tokens)) is not None and (np.diff(places + 2 * OPEN_END * (places < 0)) > 0).all():
+        return  # in order: positions from the end of the prompt come after those from its start
     starts = [item if is_integer(item) else item[0] for item in tokens]
-    # Positions from the end of the prompt come after those from its start.
     order = [(start < 0, start) for start in starts]
     for i in range(1, len(order)):
         if order[i] <= order[i - 1]:

@@ -78,17 +78,18 @@ def _all_edits(fields: Mapping[str, Any]) -> Iterator[tuple[str, Edit]]:
 def collect_edits(edits: Iterable[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
     """Return the paths and edits as a list; raise SteeringError if they are too many or differ in width."""
     collected: list[tuple[str, Edit]] = []
+    first: tuple[str, Edit] | None = None
     for path, edit in edits:
         if len(collected) == MAX_EDITS:
             raise SteeringError(path, f"exceeds the limit of {MAX_EDITS} edits in one request")
-        # Edits of features have the width of their autoencoder.
-        first, other = next((each for each in collected if each[1].width), (path, edit))
-        if edit.width not in (0, other.width):
-            raise SteeringError(
-                path,
-                f"has a vector of width {edit.width}, but {first} has width {other.width}; "
-                "all vectors have the model's hidden size",
-            )
+        if edit.width:  # edits of features have the width of their autoencoder
+            first = first or (path, edit)
+            if edit.width != first[1].width:
+                raise SteeringError(
+                    path,
+                    f"has a vector of width {edit.width}, but {first[0]} has width {first[1].width}; "
+                    "all vectors have the model's hidden size",
+                )
         collected.append((path, edit))
     return collected
 

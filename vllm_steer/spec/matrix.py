@@ -2,6 +2,7 @@
 """Matrices of a `replace` edit: rows by position, and the directions of a subspace."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
@@ -107,7 +108,7 @@ def parse_subspace(value: object, width: int, field: str = "subspace") -> Matrix
     for i, direction in enumerate(directions):
         if not direction.any():
             raise SteeringError(f"{field}[{i}]", "is zero in float32; a direction must not be zero")
-    singular = np.linalg.svd(_normalized(directions), compute_uv=False)
+    singular = _singular_values(directions.tobytes(), len(directions))
     rank = int((singular > MIN_SINGULAR_VALUE).sum())
     if rank < len(directions):
         raise SteeringError(
@@ -138,12 +139,23 @@ def check_row_count(num_rows: int, positions: int | None, field: str, selects: s
 
 def orthonormal_basis(directions: Matrix) -> npt.NDArray[np.float64]:
     """Return an orthonormal basis ``[k, H]`` of the span of linearly independent directions."""
-    basis: npt.NDArray[np.float64] = np.linalg.qr(_normalized(directions).T)[0].T
+    return _basis(directions.tobytes(), len(directions))
+
+
+# The edits of a request usually have the same subspace at several sites, and decompositions take long.
+@lru_cache(maxsize=4)
+def _singular_values(directions: bytes, count: int) -> npt.NDArray[np.floating[Any]]:
+    return np.linalg.svd(_normalized(directions, count), compute_uv=False)
+
+
+@lru_cache(maxsize=4)
+def _basis(directions: bytes, count: int) -> npt.NDArray[np.float64]:
+    basis: npt.NDArray[np.float64] = np.linalg.qr(_normalized(directions, count).T)[0].T
     return basis
 
 
-def _normalized(directions: Matrix) -> npt.NDArray[np.float64]:
-    wide = directions.astype(np.float64)
+def _normalized(directions: bytes, count: int) -> npt.NDArray[np.float64]:
+    wide = np.frombuffer(directions, np.float32).reshape(count, -1).astype(np.float64)
     normalized: npt.NDArray[np.float64] = wide / np.linalg.norm(wide, axis=1, keepdims=True)
     return normalized
 

@@ -218,6 +218,8 @@ def _read_layers(value: Mapping[str, Any], named: int | None, field: str) -> tup
         raise SteeringError(f"{field}.layer", "give either layer or layers")
     if not isinstance(given, (list, tuple)) or not given:
         raise SteeringError(f"{field}.layers", f"must be a list of layers such as [8, 16], not {shown(given)}")
+    if len(given) > MAX_LAYERS:
+        raise SteeringError(f"{field}.layers", f"has {len(given)} layers; at most {MAX_LAYERS} can be named")
     layers = tuple(read_layer(each, f"{field}.layers[{i}]") for i, each in enumerate(given))
     if len(set(layers)) != len(layers):
         raise SteeringError(f"{field}.layers", "names a layer twice")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
@@ -277,6 +278,8 @@ def _read(tokens: object, field: str) -> _Where:
     if not 1 <= len(tokens) <= MAX_SELECTOR_ITEMS:
         raise SteeringError(field, f"has {len(tokens)} items; list 1 to {MAX_SELECTOR_ITEMS} positions or pairs")
     refuse_repeated(tokens, field)
+    if (positions := plain_positions(tokens)) is not None:
+        return tuple(sorted((*_runs(positions[positions >= 0]), *_runs(positions[positions < 0]))))
     return _canonical(_item_interval(item, f"{field}[{i}]") for i, item in enumerate(tokens))
 
 
@@ -321,6 +324,8 @@ def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
         problem = f"must be a list of 1 to {MAX_SELECTOR_ITEMS} positions or pairs, not {shown(items)}{hint}"
         raise SteeringError(path, problem)
     refuse_repeated(items, path)
+    if (positions := plain_positions(items)) is not None and positions.min() >= 0:
+        return _Generated(tuple(_runs(positions)))
     intervals = [_item_interval(item, f"{path}[{i}]") for i, item in enumerate(items)]
     for i, (start, stop) in enumerate(intervals):
         if start < 0 or stop <= 0:
@@ -349,6 +354,28 @@ def selector_form_error(value: object, names: Iterable[str], field: str, *, keys
         f"must be one of {', '.join(names)}, a range, a list of positions and [start, stop] pairs, or a dict with "
         f"{keys}, not {shown(value)} ({type(value).__name__}){hint}",
     )
+
+
+def plain_positions(items: Sequence[object]) -> npt.NDArray[np.int64] | None:
+    """Return a list of positions without pairs as an array; None if it has other items, or wrong ones."""
+    if set(map(type, items)) != {int}:
+        return None
+    try:
+        positions = np.array(items, np.int64)
+    except OverflowError:
+        return None
+    return positions if positions.min() > -OPEN_END and positions.max() < OPEN_END else None
+
+
+def _runs(positions: npt.NDArray[np.int64]) -> list[Interval]:
+    """Return the intervals of consecutive positions."""
+    if not positions.size:
+        return []
+    ordered = np.unique(positions)
+    ends = np.flatnonzero(np.diff(ordered) > 1)
+    starts = ordered[np.concatenate(([0], ends + 1))]
+    stops = ordered[np.concatenate((ends, [-1]))] + 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def _item_interval(item: object, field: str) -> Interval:

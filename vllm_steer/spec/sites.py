@@ -144,6 +144,12 @@ def read_layers(value: object, field: str) -> Layers:
     if isinstance(value, range):  # check the ends first: a range can be longer than memory
         read_layer(value[0], field)
         read_layer(value[-1], field)
+    elif len(value) > MAX_LAYERS:
+        raise SteeringError(field, f"has {len(value)} layers; at most {MAX_LAYERS} can be named")
+    elif set(map(type, value)) == {int}:
+        distinct = set(value)
+        if len(distinct) == len(value) and min(distinct) >= 0 and max(distinct) < MAX_LAYERS:
+            return tuple(sorted(distinct))
     seen: set[int] = set()
     for i, item in enumerate(value):
         layer = read_layer(item, f"{field}[{i}]")

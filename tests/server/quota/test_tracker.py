@@ -376,25 +376,33 @@ def test_limit_table() -> None:
 
 
 def test_studies_are_limited() -> None:
-    """Catches studies that are counted twice, not released, or counted per server only."""
+    """Catches studies that are counted twice, or per server only, and a slot that is free while a study still runs."""
     tracker = QuotaTracker(SimpleNamespace(steering_key_studies=1, steering_max_studies=2, steering_key_study_runs=10))
     one, two = key_of("one"), key_of("two", steering_study_runs=20)
     first, second = tracker.reserve(one), tracker.reserve(one)
-    first.reserve_study()
+    end_first = first.reserve_study()
     with pytest.raises(KeyLimitError):
         second.reserve_study()
     other, third = tracker.reserve(two), tracker.reserve(None)
-    other.reserve_study()
+    end_other = other.reserve_study()
     with pytest.raises(ServerFullError):
         third.reserve_study()
     other.check_study(20, 0)
     with pytest.raises(TooLargeError, match="has 20 runs"):
         first.check_study(20, 0)
+    end_other()
     first.release()
-    second.reserve_study()
+    second.release()  # the key has no request any more, but its study's thread still runs
+    second = tracker.reserve(one)
+    with pytest.raises(KeyLimitError):
+        second.reserve_study()
+    end_first()
+    end_second = second.reserve_study()
     for reservation in (second, other, third):
         reservation.release()
+    end_second()
     tracker.reserve(None).reserve_study()
+    assert tracker.in_use["keys"] == 0
 
 
 def test_rows_of_a_matrix_are_vectors() -> None:

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from tests.registry.modules import registry
-from tests.server.fakes import HIDDEN, engine_context, vector
+from tests.server.fakes import HIDDEN, MAX_MODEL_LEN, engine_context, vector
 from vllm_steer import Edit, SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.requests import complete_params_async
 from vllm_steer.params import program_of
 from vllm_steer.patching.runner import Score, ScoreRequest
+from vllm_steer.server.studies.job import StudyJob
 from vllm_steer.server.studies.runner import FCFS_CONCURRENCY, PRIORITY, EngineRunner, StudyCancelledError
 
 REQUESTS = [ScoreRequest((1, 2, number), wanted=(7,)) for number in range(3 * FCFS_CONCURRENCY)]
@@ -169,3 +170,52 @@ def test_studies_on_other_scores_are_refused(mode: str) -> None:
     assert asyncio.run(facts_of("raw_logprobs")).vocab_size == 16
     with pytest.raises(SteeringError, match=f"logprobs_mode: is '{mode}'"):
         asyncio.run(facts_of(mode))
+
+
+class Tokenizer:
+    max_chars_per_token = 4
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.texts.append(text)
+        return [1]
+
+
+def test_the_length_of_a_text_is_checked_before_it_is_tokenised() -> None:
+    """Catches a text of megabytes that is tokenised although no prompt can have it."""
+
+    async def run() -> None:
+        runner, tokenizer = runner_of(Engine("fcfs")), Tokenizer()
+        runner.__dict__["_tokenizer"] = tokenizer
+        assert runner.encode("x" * 4 * MAX_MODEL_LEN, True) == [1]
+        with pytest.raises(SteeringError, match="has 257 characters"):
+            runner.encode("x" * (4 * MAX_MODEL_LEN + 1), True)
+        runner.cancel()
+        with pytest.raises(StudyCancelledError):  # between the prompts of a study whose client has left
+            runner.encode("x", True)
+        assert len(tokenizer.texts) == 1
+
+    asyncio.run(run())
+
+
+def test_a_study_keeps_its_place_until_its_thread_has_ended() -> None:
+    """Catches more threads than studies are allowed, when clients leave."""
+
+    async def run() -> None:
+        ended, go_on = asyncio.Event(), threading.Event()
+
+        def start(_: EngineRunner) -> Any:
+            go_on.wait()
+            yield from ()
+
+        job = StudyJob(runner_of(Engine("fcfs")), start, lambda *_: iter(()), ended.set)
+        job.start()
+        job.cancel()
+        await asyncio.sleep(0.05)
+        assert not ended.is_set()
+        go_on.set()
+        await asyncio.wait_for(ended.wait(), 30)
+
+    asyncio.run(run())

@@ -7,7 +7,6 @@ translated requests. A body is read only when the server reads it, which is afte
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,11 +17,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.bodies import ParsedBody
+from vllm_steer.peers.bodies import ParsedBody, refuse_path
 from vllm_steer.peers.rhizonymph.fields import CLAMP_FIELDS, FIELDS, MODULE_FIELDS, translate_fields
 from vllm_steer.peers.rhizonymph.packed import read_hooks
-from vllm_steer.server.auth.current_key import require
-from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.body_checks import body_checks
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.capabilities import ROUTE as CAPABILITIES
@@ -36,10 +34,11 @@ PATHS: Mapping[tuple[str, str], str] = {
 }
 """Our routes by method and path of the fork."""
 SETTERS = ("/v1/steering/set", "/v1/steering/modules")
-_CAPTURING = ("capture", "capture_wait")
 DYNAMIC = "/v1/steering/dynamic"
 DYNAMIC_PROBLEM = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
 _WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *MODULE_FIELDS, *CLAMP_FIELDS))
+RIGHTS = {name: "capture" if name.startswith("capture") else "steering" for name in FIELDS}
+"""Our fields by the fork's fields that become them, or that are refused."""
 RESULTS = "capture_results"
 
 
@@ -53,31 +52,18 @@ class RhizonymphMiddleware:
         path = app_path(scope) if scope["type"] == "http" else ""
         method = scope.get("method", "")
         if path.startswith(DYNAMIC):
-            await error_response(DYNAMIC_PROBLEM)(scope, receive, send)
+            await refuse_path(self.app, scope, receive, send, DYNAMIC_PROBLEM)
             return
         if (method, path) in PATHS:
             root = scope["path"][: len(scope["path"]) - len(path)]
             path = PATHS[method, path]
             scope = {**scope, "path": root + path, "raw_path": (root + path).encode()}
         if method == "POST" and path in (*REQUESTS, *SETTERS):
-            exchange = _Exchange(scope, receive, send, translate_request if path in REQUESTS else rename_vectors)
+            exchange = _Exchange(scope, receive, send, translate_fields if path in REQUESTS else rename_vectors)
             await self.app(scope, exchange.receive, exchange.send)
             await exchange.finish()
         else:
             await self.app(scope, receive, send)
-
-
-def translate_request(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the translated body of a request; the rights of the current key are checked before any field is read.
-
-    Raises:
-        SteeringError: A field is invalid or not served.
-        ForbiddenError: The API key lacks a right.
-    """
-    for name in FIELDS:
-        if document.get(name) is not None:
-            require(Right.CAPTURE if name in _CAPTURING else Right.STEER, field=name)
-    return translate_fields(document)
 
 
 def rename_vectors(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +117,7 @@ class _Exchange:
             try:
                 if len(body) > limit:
                     raise BodyTooLargeError("body", f"exceeds {limit >> 20} MiB; raise --steering-max-body-mib")
-                body = await asyncio.to_thread(self._translated, body)
+                body = await body_checks().run(self._translated, body)
             except SteeringError as error:
                 self._refusal = error
                 raise HTTPException(status_code=400, detail=str(error)) from None
@@ -145,6 +131,8 @@ class _Exchange:
         document = parsed.value
         if not isinstance(document, dict):
             return body
+        if self._translate is translate_fields:  # the other routes have their own rights, which are checked first
+            parsed.require_rights(RIGHTS)
         translated = self._translate(document)
         parsed.refuse_repeated((*FIELDS, *MODULE_FIELDS), translated=translated != document)
         self._captures = "capture" in translated and not translated.get("stream")

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_steer.client.encoding import to_json
 from vllm_steer.client.responses import CaptureAnswer, parse_completion, read_capture_file
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.bodies import ParsedBody
+from vllm_steer.peers.bodies import ParsedBody, refuse_path
 from vllm_steer.peers.vllm_lens.client import HEADER
 from vllm_steer.peers.vllm_lens.keys import (
     CAPTURE_KEY,
@@ -36,8 +36,7 @@ from vllm_steer.peers.vllm_lens.keys import (
     read_keys,
 )
 from vllm_steer.peers.vllm_lens.tensors import describe, serialize_tensor, stack_layers, tensor_bytes, zstd
-from vllm_steer.server.auth.current_key import require
-from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.body_checks import body_checks
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import COUNTED_KEY, app_path
 from vllm_steer.server.settings import max_body_bytes
@@ -46,7 +45,8 @@ ROUTES = ("/v1/completions", "/v1/chat/completions")
 HANDLE_PREFIX, HOOKS_PREFIX = "/v1/activations/", "/v1/hooks"
 RESULTS_EVENT = b'data: {"object":"capture_results"'
 """Start of the event of a stream that has the captured rows."""
-_RIGHTS = {CAPTURE_KEY: Right.CAPTURE, STEERING_KEY: Right.STEER}
+RIGHTS = {CAPTURE_KEY: "capture", STEERING_KEY: "steering", **dict.fromkeys(REFUSED_KEYS, "steering")}
+"""Our fields by the request keys that become them, or that are refused."""
 Fetch: TypeAlias = Callable[[str], Awaitable[torch.Tensor]]
 _WORDS = tuple(f'"{key}"'.encode() for key in (*KEYS, LORA_FIELD))
 
@@ -65,7 +65,8 @@ class VllmLensMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = app_path(scope) if scope["type"] == "http" else ""
         if path.startswith(HOOKS_PREFIX):
-            await error_response(SteeringError("apply_hooks", REFUSED_KEYS["apply_hooks"]))(scope, receive, send)
+            error = SteeringError("apply_hooks", REFUSED_KEYS["apply_hooks"])
+            await refuse_path(self.app, scope, receive, send, error)
         elif path.startswith(HANDLE_PREFIX) and scope["method"] == "GET":
             response = await self._activations(scope, path.removeprefix(HANDLE_PREFIX))
             await response(scope, receive, send)
@@ -172,7 +173,7 @@ class _Exchange:
             if size > limit:
                 self._refuse(BodyTooLargeError("body", f"exceeds {limit >> 20} MiB; raise --steering-max-body-mib"))
             try:
-                body, self._keys = await asyncio.to_thread(translate_body, body, limit)
+                body, self._keys = await body_checks().run(translate_body, body, limit)
             except SteeringError as error:
                 self._refuse(error)
         return {"type": "http.request", "body": body, "more_body": False}
@@ -245,6 +246,7 @@ def translate_body(body: bytes, max_bytes: int) -> tuple[bytes, LensRequest | No
     document = parsed.value
     if not isinstance(document, dict):
         return body, None
+    parsed.require_rights(RIGHTS, PARENTS)
     parsed.refuse_repeated((), translated=True)
     if document.get(LORA_FIELD) is not None:
         document["model"] = read_adapter(document.pop(LORA_FIELD))
@@ -256,8 +258,6 @@ def translate_body(body: bytes, max_bytes: int) -> tuple[bytes, LensRequest | No
             continue
         found = {key: values.pop(key) for key in KEYS if key in values}
         for key in found:
-            if found[key] is not None and key in _RIGHTS:
-                require(_RIGHTS[key], field=f"{parent}.{key}")
             if key in given:
                 raise SteeringError(f"{parent}.{key}", f"is also in {PARENTS[0]}; give it once")
         field = parent if found else field

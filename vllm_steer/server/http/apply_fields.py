@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Awaitable, Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
 from vllm_steer.compat.internals import ResponsesRequest, SamplingParams, VLLMValidationError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.parts import bind_request
 from vllm_steer.frontend.requests import check_beam_search
-from vllm_steer.limits import REQUEST_EDITS
+from vllm_steer.limits import REQUEST_EDITS, REQUEST_VECTORS
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_FIELD,
@@ -30,7 +32,7 @@ from vllm_steer.params import (
     read_specs,
 )
 from vllm_steer.program import Program
-from vllm_steer.registry.composer import count_edits
+from vllm_steer.registry.composer import count_edits as count_composed
 from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.server.access_errors import AccessError
@@ -41,6 +43,7 @@ from vllm_steer.server.http.misspelt_fields import refuse_misspelt
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
 from vllm_steer.server.http.row_sources import STORE, take_store_option, with_rows
 from vllm_steer.server.quota.tracker import Reservation
+from vllm_steer.spec.counts import count_directions, count_edits
 from vllm_steer.spec.fields import GENERAL_FIELD
 from vllm_steer.spec.readout import READOUTS_FIELD
 
@@ -70,7 +73,8 @@ def refused(error: SteeringError) -> RequestRefused:
 
     The middleware replaces vLLM's response by one for the original error if that has another status.
     """
-    answered = RequestRefused(error.field, error.problem)
+    problem = error.public_problem if isinstance(error, RegistryUnavailableError) else error.problem
+    answered = RequestRefused(error.field, problem)
     context = current_request.get()
     if context is not None:
         # These errors have statuses of their own (401, 403, 413, 429, 503).
@@ -244,7 +248,7 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     if compiled is None:
         own: Mapping[str, bytes] = {}
         if fields:
-            fields, own = _compile(fields, context)
+            fields, own = context.own or compile_own(fields, context)
         # All prompts of a body are composed together, so that they get the same global steering.
         compiled = context.compiled = own if context.engine is None else _compose(own, context.engine, context)
     if not compiled:
@@ -256,6 +260,7 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
         params.extra_args[PROMPT_KEY] = context.prompts
     # The batch runner has no middleware and no engine yet; the check happens when the request is submitted.
     if context.engine is not None:
+        _bind_parts(params, context, context.engine)
         context.engine.check(params, context.prompt_len)
     if CAPTURE_FIELD in fields:
         program = program_of(params)
@@ -274,9 +279,33 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     context.fields_applied = bool(fields)
 
 
-def _compile(fields: Mapping[str, Any], context: RequestContext) -> tuple[Mapping[str, Any], Mapping[str, bytes]]:
-    """Return the fields without the option ``store``, and the ``extra_args`` compiled from them."""
+def _bind_parts(params: Any, context: RequestContext, engine: EngineContext) -> None:
+    """Bind the parts of the program to the prompt. The engine would do so after the start of a streamed response."""
+    prompt = context.prompt
+    if prompt is None or context.input_processor is None or engine.markers is None:
+        return
+    places = prompt.get("mm_placeholders") or {}
+    request = SimpleNamespace(
+        sampling_params=params,
+        prompt_token_ids=prompt.get("prompt_token_ids"),
+        prompt_is_token_ids=prompt.get("is_token_ids"),
+        mm_features=[SimpleNamespace(modality=name, mm_position=each) for name in places for each in places[name]],
+    )
+    bind_request(request, context.input_processor, engine.markers)
+    params.extra_args = request.sampling_params.extra_args
+
+
+def compile_own(fields: Mapping[str, Any], context: RequestContext) -> tuple[Mapping[str, Any], Mapping[str, bytes]]:
+    """Return the fields without the option ``store``, and the ``extra_args`` compiled from them.
+
+    Raises:
+        SteeringError: A field is invalid, too long, or refers to rows that are not there.
+        AccessError: The key lacks a right, or the request exceeds a limit.
+    """
     require_field_rights(fields)
+    if context.reservation is not None:  # before anything in them is read
+        context.reservation.tracker.check_count(REQUEST_EDITS, count_edits(fields))
+        context.reservation.tracker.check_count(REQUEST_VECTORS, count_directions(fields))
     fields, context.store_rows = take_store_option(fields, MEMORY)
     if context.store_rows and context.capture_store is None:
         raise SteeringError(
@@ -318,7 +347,7 @@ def _compose_in(
 ) -> Mapping[str, bytes]:
     if reservation is not None and own:
         # Checked before joining: a few modules can contain so many edits that joining them takes long.
-        reservation.tracker.check_count(REQUEST_EDITS, count_edits(own, snapshot))
+        reservation.tracker.check_count(REQUEST_EDITS, count_composed(own, snapshot))
     composed = {APPLIED_KEY: b"", **engine.registry.compose(own, snapshot)}
     if own and reservation is not None and PROGRAM_KEY in composed:
         program = Program.from_bytes(composed[PROGRAM_KEY])

@@ -80,7 +80,10 @@ def error_response(error: SteeringError) -> JSONResponse:
     count_refusal(status.value, REGISTRY_FIELD if isinstance(error, RegistryUnavailableError) else error.field)
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, DrainingError):
         server_errors.error(f"{status.value} {kind}", "HTTP %d: %s", status.value, error)
-    detail = ErrorDetail(message=str(error), type=kind, param=error.field, code=status.value)
+    message = str(error)
+    if isinstance(error, RegistryUnavailableError):  # the whole message names hosts, databases and paths
+        message = f"{error.field}: {error.public_problem}"
+    detail = ErrorDetail(message=message, type=kind, param=error.field, code=status.value)
     headers = {}
     if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
         headers["retry-after"] = str(getattr(error, "retry_after", RETRY_SECONDS))

@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -54,6 +54,8 @@ class Found:
     """Names of the fields that are present and not null."""
     problem: SteeringError | None = None
     """A problem of the body that its parsed form no longer shows."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Their values, by name."""
     document: dict[str, Any] | None = None
     """The whole body, if it has fields and no object in it has duplicate keys; otherwise it may be None."""
 
@@ -131,9 +133,10 @@ def find_fields(body: bytes, parents: tuple[str, ...] = _WRONG_PARENTS) -> Found
                 )
                 return Found((name,), problem)
     fields = tuple(name for name in FIELDS if document.get(name) is not None or name in _duplicates(document))
+    values = {name: document[name] for name in fields}
     if unique:
-        return Found(fields, document=document if fields else None)
-    return Found(fields, _duplicate(document, fields))
+        return Found(fields, values=values, document=document if fields else None)
+    return Found(fields, _duplicate(document, fields), values)
 
 
 def _without_duplicates(body: bytes) -> dict[str, Any] | None:

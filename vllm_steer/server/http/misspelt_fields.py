@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +12,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import ensure_engine_context
+from vllm_steer.limits import MAX_NAME_CHARS, MAX_NAMES
 from vllm_steer.params import CAPTURE_FIELD, FIELDS, RESERVED_KEYS
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.spec.condition import STOP_FIELD
@@ -31,8 +31,6 @@ _GENERIC_TYPES: Mapping[str, type] = MappingProxyType(
     {CAPTURE_FIELD: Mapping, READOUTS_FIELD: Mapping, STOP_FIELD: list}
 )
 """Fields whose names may have another meaning in objects of other projects, with the type that ours have."""
-_MAX_NAMES = 1024
-"""Names that are compared with our fields, which takes up to 40 microseconds each."""
 _NO_OBJECTS: Mapping[str, Any] = MappingProxyType({})
 _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -52,7 +50,8 @@ def find_misspelt(body: bytes, parents: Iterable[str] = ()) -> SteeringError | N
         document = _top_level.decode(body if encoding == "utf-8" else body.decode(encoding).encode())
     except (msgspec.MsgspecError, ValueError, RecursionError):  # vLLM refuses it
         return None
-    error = _first_misspelt(name for name in islice(document, _MAX_NAMES) if bytes(document[name]) != b"null")
+    error = too_many_names(document, "body")
+    error = error or _first_misspelt(name for name in document if bytes(document[name]) != b"null")
     for parent in parents:
         if error is None and (inner := bytes(document.get(parent, b""))):
             inside = find_misspelt(inner) or _first_field(inner)
@@ -75,9 +74,21 @@ class FormNames:
 
     def find_misspelt(self, names: Iterable[str]) -> SteeringError | None:
         """Return the error for the first misspelt one of the next names, or None."""
-        new = [name for name in names if name not in self._compared][: _MAX_NAMES - len(self._compared)]
+        new = [name for name in names if name not in self._compared]
         self._compared.update(new)
-        return _first_misspelt(new)
+        return too_many_names(self._compared, "body") or _first_misspelt(new)
+
+
+def too_many_names(names: Collection[str], field: str) -> SteeringError | None:
+    """Return the error for an object with more names than can be compared with our fields, or None.
+
+    Comparing takes up to 40 microseconds per name, and time for each character.
+    """
+    if len(names) > MAX_NAMES:
+        return SteeringError(field, f"has {len(names)} names that are not fields; at most {MAX_NAMES} are allowed")
+    if sum(map(len, names)) > MAX_NAME_CHARS:
+        return SteeringError(field, f"has names of more than {MAX_NAME_CHARS} characters in all; shorten them")
+    return None
 
 
 def _first_misspelt(names: Iterable[str]) -> SteeringError | None:
@@ -110,6 +121,9 @@ def refuse_misspelt(
         enabled: Whether the engine steers.
         known: Objects of the request that vLLM knows and whose keys it ignores, by name.
     """
+    for names, field in ((unknown, "body"), (xargs, "vllm_xargs")):
+        if (error := too_many_names(names, field)) is not None:
+            raise error
     if enabled:
         _refuse_known_mistakes(unknown, "")
         _refuse_known_mistakes({name: xargs[name] for name in xargs if name not in RESERVED_KEYS}, "vllm_xargs.")
@@ -126,7 +140,9 @@ def refuse_misspelt(
 
 
 def _refuse_known_mistakes(given: Mapping[str, Any], path: str) -> None:
-    for name, value in islice(given.items(), _MAX_NAMES):
+    if (error := too_many_names(given, path.strip(".") or "body")) is not None:
+        raise error
+    for name, value in given.items():
         if value is not None and name not in FIELDS and (problem := problem_of(name)) is not None:
             raise SteeringError(f"{path}{name}", problem)
 

@@ -60,6 +60,12 @@ class RequestContext:
     """Error raised while creating sampling parameters. vLLM's own response loses its status."""
     prompt_len: int | None = None
     """Token count of the prompt whose sampling parameters are created next; None if unknown."""
+    prompt: Mapping[str, Any] | None = None
+    """That prompt as vLLM gives it to the engine; None if unknown."""
+    input_processor: Any = None
+    """The engine's input processor, which has the tokenizer; None if unknown."""
+    own: tuple[Mapping[str, Any], Mapping[str, bytes]] | None = None
+    """The fields without options of the server, and what they compile to, once they are compiled."""
     compiled: Mapping[str, bytes] | None = None
     """Compiled fields, including modules and global steering. Compiled once for all prompts of the body."""
     shared: Mapping[str, bytes] | None = None
@@ -139,6 +145,7 @@ class RequestContext:
         self.results.clear()
         self.readouts.clear()
         self.unreached.clear()
+        self.own = self.prompt = self.input_processor = None
         self.compiled = self.shared = self.applied_json = None
 
 
@@ -152,9 +159,14 @@ def set_prompt_len(length: int) -> None:
         context.prompt_len = length
 
 
-def record_prompt_len(_serving: Any, length: int) -> int:
-    """Pass the result of vLLM's ``_extract_prompt_len`` to :func:`set_prompt_len` and return it."""
+def record_prompt(original: Callable[..., int], serving: Any, prompt: Any, *args: Any, **kwargs: Any) -> int:
+    """Run vLLM's ``_extract_prompt_len``, and record the prompt for the parameters that are created next."""
+    length = original(serving, prompt, *args, **kwargs)
     set_prompt_len(length)
+    context = current_request.get()
+    if context is not None and isinstance(prompt, Mapping):
+        context.prompt = prompt.get("decoder_prompt", prompt)
+        context.input_processor = getattr(getattr(serving, "engine_client", None), "input_processor", None)
     return length
 
 

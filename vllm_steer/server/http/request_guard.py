@@ -22,6 +22,8 @@ from vllm_steer.params import CAPTURE_FIELD
 from vllm_steer.server.access_errors import KeyLimitError
 from vllm_steer.server.auth.current_key import current_owner, require_field_rights
 from vllm_steer.server.http.applied_field import AppliedFieldWriter
+from vllm_steer.server.http.apply_fields import compile_own
+from vllm_steer.server.http.body_checks import LARGE_BODY, body_checks
 from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response, error_status
 from vllm_steer.server.http.field_scanner import OVERLAP, find_fields, form_field, form_names, is_utf8, may_hold_fields
@@ -212,16 +214,16 @@ class RequestGuard:
 
     async def _check_fields(self, body: bytes) -> bytes:
         """Check the fields of a body and return the body, with packed vectors."""
-        found = find_fields(body)
+        try:
+            found = find_fields(body) if len(body) < LARGE_BODY else await body_checks().run(find_fields, body)
+            require_field_rights(found.fields)
+        except SteeringError as error:
+            self._raise(error)
         if found.problem is not None:
             self._raise(found.problem)
         if not found.fields:
             return body
         name = found.fields[0]
-        try:
-            require_field_rights(found.fields)
-        except SteeringError as error:
-            self._raise(error)
         self.context.fields = found.fields
         if self._path not in STEERABLE_ROUTES:
             self._raise(self._unsupported(name))
@@ -233,7 +235,13 @@ class RequestGuard:
             self._raise(SteeringError(name, NOT_ENABLED))
         if CAPTURE_FIELD in found.fields:
             await self._check_stored_captures()
-        return body if found.document is None else pack_body(body, found.document)
+        if len(body) < LARGE_BODY:
+            return body if found.document is None else pack_body(body, found.document)
+        try:
+            self.context.own = await body_checks().run(compile_own, found.values, self.context)
+            return body if found.document is None else await body_checks().run(pack_body, body, found.document)
+        except SteeringError as error:
+            self._raise(error)
 
     async def _check_stored_captures(self) -> None:
         """Refuse the capture if the owner's stored captures have used up its share of the store."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI
@@ -189,11 +190,12 @@ class QuotaTracker:
             usage.studies += 1
         self._studies += 1
 
-    def release_study(self, usage: KeyUsage | None) -> None:
+    def release_study(self, key: Key | None, usage: KeyUsage | None) -> None:
         """Release a patching study that has ended."""
         self._studies -= 1
-        if usage is not None:
+        if key is not None and usage is not None:
             usage.studies -= 1
+            self._forget_unused(key, usage)
 
     def check_study(self, key: Key | None, runs: int) -> None:
         """Raise ``TooLargeError`` if a patching study has too many runs."""
@@ -217,7 +219,10 @@ class QuotaTracker:
             _decrement(usage.programs, program.digest)
             for digest, size in program.vectors.items():
                 usage.vector_bytes -= size if _decrement(usage.vectors, digest) else 0
-        if not usage.requests:
+        self._forget_unused(key, usage)
+
+    def _forget_unused(self, key: Key, usage: KeyUsage) -> None:
+        if not usage.requests and not usage.studies:
             del self._usage[key.sha256]
 
     def _check_bytes(self, limit: ServerLimit, key: Key, request: int, total: int) -> None:
@@ -248,7 +253,6 @@ class Reservation:
         self._key, self._usage = key, usage
         self._program: ProgramUsage | None = None
         self._row_bytes = 0
-        self._studies = 0
         self._released = False
 
     def reserve_program(
@@ -267,10 +271,10 @@ class Reservation:
             self.tracker.reserve_rows(self._key, self._usage, num_bytes, self._row_bytes)
             self._row_bytes += num_bytes
 
-    def reserve_study(self) -> None:
-        """Count a patching study of this request; raises ``AccessError``."""
+    def reserve_study(self) -> Callable[[], None]:
+        """Count a patching study, which may outlive its request, and return its release; raises ``AccessError``."""
         self.tracker.reserve_study(self._key, self._usage)
-        self._studies += 1
+        return partial(self.tracker.release_study, self._key, self._usage)
 
     def check_study(self, runs: int, row_bytes: int) -> None:
         """Reserve the captured rows of the study and check its number of runs; raises ``AccessError``."""
@@ -286,8 +290,6 @@ class Reservation:
         """Release all resources. Later calls do nothing."""
         if not self._released:
             self._released = True
-            for _ in range(self._studies):
-                self.tracker.release_study(self._usage)
             self.tracker.release(self._key, self._usage, self._program, self._row_bytes)
 
 

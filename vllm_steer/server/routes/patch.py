@@ -21,6 +21,7 @@ from vllm_steer.patching.request import read_study
 from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.server.auth.current_key import require
 from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.body_checks import LARGE_BODY, body_checks
 from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import JSON, PATCH_BODY
 from vllm_steer.server.routes.base import PATCH_SWEEP_ROUTE, RESPONSES, SteeringRoute, read_body, requires
@@ -103,7 +104,8 @@ async def _read(request: Request, max_body: int) -> Mapping[str, Any]:
     if media_type != JSON:
         raise MediaTypeError("content-type", f"must be {JSON}, not {shown(media_type)}")
     require(Right(_ALSO[ALSO_KEY]))
-    body = parse_json(await read_body(request, max_body), "body")
+    text = await read_body(request, max_body)
+    body = parse_json(text, "body") if len(text) < LARGE_BODY else await body_checks().run(parse_json, text, "body")
     if not isinstance(body, dict):
         raise SteeringError("body", f"must be a JSON object, not {shown(body)}")
     return body

@@ -41,6 +41,7 @@ class StudyJob:
         runner: EngineRunner,
         start: Callable[[EngineRunner], Results],
         encode: Callable[[PatchingResult, Batch | None, bool], Iterator[bytes]],
+        on_exit: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a job.
 
@@ -48,7 +49,9 @@ class StudyJob:
             runner: The runner.
             start: Checks the study and returns its results as they come. Runs in the thread.
             encode: Returns the messages of the first result, of each batch, and with True at the end, of the sweep.
+            on_exit: Called in the event loop when the thread has ended, which may be after the response.
         """
+        self._loop, self._on_exit = asyncio.get_running_loop(), on_exit
         self._runner, self._start, self._encode = runner, start, encode
         self._messages: asyncio.Queue[bytes | _Failure | None] = asyncio.Queue(_AHEAD)
         self.outcome = "cancelled"
@@ -72,6 +75,13 @@ class StudyJob:
             yield message
 
     def _run(self) -> None:
+        try:
+            self._run_study()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                self._loop.call_soon_threadsafe(self._on_exit)
+
+    def _run_study(self) -> None:
         with contextlib.suppress(StudyCancelledError):
             try:
                 for result, batch in self._start(self._runner):

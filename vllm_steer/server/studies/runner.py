@@ -67,6 +67,10 @@ class EngineRunner:
         if self._pending is not None:
             self._pending.cancel()
 
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise StudyCancelledError
+
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the event loop and wait for its result. Raises ``StudyCancelledError``."""
         if self._cancelled.is_set():
@@ -107,10 +111,17 @@ class EngineRunner:
         """Return the tokens of a text."""
         if self._tokenizer is None:
             raise SteeringError("study", "is a text, but the server runs without a tokenizer; give token ids")
+        self._check_cancelled()
+        most = self._context.capabilities.max_model_len * int(getattr(self._tokenizer, "max_chars_per_token", 0))
+        if 0 < most < len(text):
+            raise SteeringError(
+                "study", f"has {len(text)} characters; a prompt of max_model_len tokens has at most {most}"
+            )
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token; its number if the server has no tokenizer."""
+        self._check_cancelled()
         if self._tokenizer is None:
             return [f"<{token}>" for token in tokens]
         decode = self._tokenizer.decode

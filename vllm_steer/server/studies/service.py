@@ -69,8 +69,7 @@ class StudyService:
             ClientDisconnect: The client has gone; the study is cancelled.
         """
         reservation: Reservation | None = request.scope.get(RESERVATION_KEY)
-        if reservation is not None:
-            reservation.reserve_study()
+        release = reservation.reserve_study() if reservation is not None else lambda: None
 
         def reserve(runs: int, row_bytes: int) -> None:
             if reservation is not None:
@@ -86,7 +85,7 @@ class StudyService:
                 yield from map(encode_event, cell_events(result, batch))
 
         runner = EngineRunner(self._engine, self._context, asyncio.get_running_loop(), reserve)
-        job = StudyJob(runner, start, encode)
+        job = StudyJob(runner, start, encode, release)
         job.start()
         messages = job.messages()
         streaming = False
