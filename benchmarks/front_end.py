@@ -52,11 +52,11 @@ from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.server.capture_store import CaptureStore, StoreLimits
-from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.compiled_fields import compile_json_fields
 from vllm_steer.server.http.readout_feed import ReadoutFeed
-from vllm_steer.server.http.readout_results import ReadoutWriter
-from vllm_steer.server.http.request_context import RequestContext
+from vllm_steer.server.http.request_context import RequestContext, current_request
+from vllm_steer.server.http.response_writer import ResponseWriter
+from vllm_steer.server.http.stream_chunks import CompletionChoice, CompletionChunk
 
 LAYERS, HIDDEN, REQUESTS, WARM_UP = 32, 4096, 128, 8
 POINTS = ("pre_attn", "post_attn", "post_block")
@@ -126,6 +126,13 @@ def read_probes(weights: list[Any]) -> dict[str, Any]:
     }
 
 
+def streaming_writer(context: RequestContext, send: Any, store: CaptureStore | None = None) -> ResponseWriter:
+    """Return the writer of a response whose stream has started."""
+    writer = ResponseWriter(context, lambda: store, send, send)
+    writer._is_stream = True
+    return writer
+
+
 def measure_stream(fields: dict[str, Any] | None, context: EngineContext) -> float:
     """Return the milliseconds per request of the streams of a batch, from the engine's outputs to the socket."""
     processor: Any = SimpleNamespace(_steering_context=context, request_states={})
@@ -157,10 +164,23 @@ def measure_stream(fields: dict[str, Any] | None, context: EngineContext) -> flo
         nonlocal sent
         sent += len(message["body"])
 
-    writers = [send if params is None else ReadoutWriter(each, send).send for each in http]
-    for writer in writers:
+    async def event(context: RequestContext, writer: ResponseWriter) -> None:
+        """Send an event; chunks are made with their readouts, as in vLLM's serving code."""
+        body = CHUNK
         if params is not None:
-            writer.__self__._is_stream = True
+            token = current_request.set(context)
+            choice = CompletionChoice(
+                index=0, text=" word", logprobs=None, finish_reason=None, stop_reason=None, token_ids=None
+            )
+            chunk = CompletionChunk(
+                id="cmpl-0123456789abcdef0123456789abcdef", object="text_completion", created=1700000000,
+                model="bench", choices=[choice], usage=None,
+            )  # fmt: skip
+            body = f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n".encode()
+            current_request.reset(token)
+        await writer.send({"type": "http.response.body", "body": body, "more_body": True})
+
+    writers = [streaming_writer(each, send) for each in http]
 
     async def stream() -> None:
         for number in range(CHUNKS):
@@ -170,9 +190,9 @@ def measure_stream(fields: dict[str, Any] | None, context: EngineContext) -> flo
                     request_id=ROWS_REQUEST_ID, kv_transfer_params=encode_step(step), routed_experts=rows.copy()
                 )
                 take_rows(processor, [output])
-            for state, writer in zip(states, writers, strict=True):
+            for state, context, writer in zip(states, http, writers, strict=True):
                 state.detokenizer.num = number + 1
-                await writer({"type": "http.response.body", "body": CHUNK, "more_body": True})
+                await event(context, writer)
 
     started = time.process_time()
     asyncio.run(stream())
@@ -211,8 +231,7 @@ def measure_results(name: str, context: EngineContext) -> float:
         http.consumers = (name,)
         assembler = manager.new_assembler()
         assembler.add([RowChunk(request_id, 0, CHUNKS, codes, rows, digest)])
-        writer = CaptureResultWriter(http, store, send, send)
-        writer._is_stream = True
+        writer = streaming_writer(http, send, store)
         for _ in range(CHUNKS):
             await writer.send({"type": "http.response.body", "body": CHUNK, "more_body": True})
         http.results[0] = manager.submit(

@@ -317,6 +317,11 @@ _FRONT_END: Final = (
     *_imports("HTTP 400 and 503", "vllm.exceptions:GracefulHTTPError", "vllm.exceptions:VLLMValidationError"),
     *_imports("fields of a request body", "vllm.entrypoints.openai.responses.protocol:ResponsesRequest"),
     *_imports(
+        "dump the chunk with the usage of a stream",
+        "vllm.entrypoints.openai.completion.protocol:CompletionStreamResponse",
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionStreamResponse",
+    ),
+    *_imports(
         "the command vllm-steer serve",
         "vllm.entrypoints.cli.serve:ServeSubcommand",
         "vllm.logger:configure_logging_from_args",

@@ -22,6 +22,7 @@ a plugin interface of vLLM
 ``StatLoggerManager``                 vLLM loads stat logger plugins in ``AsyncLLM`` only
 ``AsyncLLM.shutdown``                 API servers would close their connection to the engine ahead of their streams
 ``run_batch``, ``run_request``        lines of a batch file do not pass through the server's middleware
+``CompletionStreamResponse``, ...     chunks of streams have no fields for readouts
 ====================================  ==================================================================================
 """
 
@@ -32,7 +33,8 @@ from itertools import chain
 
 from vllm_steer.compat.wraps import How, Join
 
-BEFORE, AFTER, RESULT, AROUND, OVERRIDE = How.BEFORE, How.AFTER, How.RESULT, How.AROUND, How.OVERRIDE
+BEFORE, AFTER, RESULT, AROUND = How.BEFORE, How.AFTER, How.RESULT, How.AROUND
+REPLACE, OVERRIDE = How.REPLACE, How.OVERRIDE
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ _MODEL_STATE = "vllm.v1.worker.gpu.model_states.interface:ModelState"
 
 _FIELDS = "vllm_steer.server.http.apply_fields"
 _CONTEXT = "vllm_steer.server.http.request_context"
+_CHUNKS = "vllm_steer.server.http.stream_chunks"
 _FRONT_END = "vllm_steer.compat.front_end"
 _REQUESTS = "vllm_steer.frontend.requests"
 _MESSAGES = "vllm_steer.frontend.messages"
@@ -241,8 +244,20 @@ REQUEST_STAGES: tuple[Stage, ...] = (
     Stage(
         "response",
         "RequestOutputs, and the captures that the request's context collected",
-        "a response body with capture_results and steering_applied",
-        (Join("vllm.v1.engine.async_llm:AsyncLLM.shutdown", AROUND, "vllm_steer.server.drain:shutdown"),),
+        "a response body with capture_results, readouts and steering_applied",
+        (
+            Join("vllm.v1.engine.async_llm:AsyncLLM.shutdown", AROUND, "vllm_steer.server.drain:shutdown"),
+            *(
+                Join(f"{_OPENAI}.{module}:{name}", REPLACE, f"{_CHUNKS}:{ours}", only_if_imported=True)
+                for module, name, ours in (
+                    ("completion.serving", "CompletionStreamResponse", "CompletionChunk"),
+                    ("completion.serving", "CompletionResponseStreamChoice", "CompletionChoice"),
+                    ("chat_completion.serving", "ChatCompletionStreamResponse", "ChatChunk"),
+                    ("chat_completion.serving", "ChatCompletionResponseStreamChoice", "ChatChoice"),
+                    ("chat_completion.serving", "DeltaMessage", "ChatDelta"),
+                )
+            ),
+        ),
     ),
 )
 """Stages of a request, in order. ``OVERRIDE`` rows are subclasses and wrap nothing; the others are wrapped in front

@@ -28,6 +28,8 @@ class How(Enum):
     """Called with the method's object and result; returns what the caller gets instead."""
     AROUND = "around"
     """Called instead of the method, with the method and all its arguments."""
+    REPLACE = "replace"
+    """An object of ours takes the place of the name."""
     OVERRIDE = "override"
     """A method of a subclass that vLLM is configured to use. Nothing is wrapped."""
 
@@ -77,6 +79,9 @@ def install(joins: Iterable[Join]) -> None:
             by_method.setdefault(join.method, []).append(join)
     owners = {method: _owner(method, of_method[0]) for method, of_method in by_method.items()}
     for method, of_method in by_method.items():
+        if of_method[0].how is How.REPLACE:
+            setattr(owners[method], method.rpartition(":")[2], load(of_method[0].runs))
+            continue
         _wrap(owners[method], method.rpartition(":")[2].rpartition(".")[2], of_method)
 
 

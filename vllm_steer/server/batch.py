@@ -19,12 +19,11 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
 from vllm_steer.server.capture_store import CaptureFormat
-from vllm_steer.server.http.applied_field import FIELD as APPLIED_FIELD
 from vllm_steer.server.http.apply_fields import RequestRefused, refuse_fields, refused
 from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, missing_reports
 from vllm_steer.server.http.field_scanner import find_fields
 from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY
-from vllm_steer.server.http.request_context import RequestContext, current_request
+from vllm_steer.server.http.request_context import APPLIED_FIELD, RequestContext, current_request
 from vllm_steer.server.settings import store_limits
 
 STEERABLE_URL = "/v1/chat/completions"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.request_context import RequestContext, record_unreached
+from vllm_steer.server.http.response_writer import ResponseWriter
 from vllm_steer.spec import Selector
 
 APPLIED = {"epoch": 3, "global": None, "modules": [], "request": "sha256:0"}
@@ -30,9 +30,15 @@ async def sent(
     async def send(message: Any) -> None:
         out.append(message)
 
+    async def receive() -> Any:
+        raise AssertionError("waits for no disconnect")
+
+    def no_store() -> Any:
+        raise AssertionError("stores nothing")
+
     context = context or RequestContext()
     context.applied_json = None if applied is None else json.dumps(applied).encode()
-    stamp = AppliedFieldWriter(context, send)
+    stamp = ResponseWriter(context, no_store, receive, send)
     fields = {"content-type": kind, **headers}
     if kind == JSON:
         fields["content-length"] = str(len(b"".join(pieces)))

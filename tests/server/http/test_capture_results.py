@@ -26,7 +26,7 @@ from tests.server.http.answers import DONE, SPEC, captured, done, finish_samples
 from vllm_steer.capture import CapturedRequest, CaptureResult
 from vllm_steer.capture.results import CaptureResults
 from vllm_steer.params import PROMPT_KEY
-from vllm_steer.server.http import capture_reports, capture_results
+from vllm_steer.server.http import capture_reports, response_writer
 from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.request_context import RequestContext, current_request, record_results, track_sample
 from vllm_steer.server.http.row_encoding import encode_inline
@@ -351,14 +351,14 @@ async def test_disconnect_just_before_the_response(
 ) -> None:
     """Catches rows stored until they expire although the disconnect was known. Negative control: without yielding."""
     connections: list[Connection] = []
-    yield_to_disconnect = capture_results._yield_to_disconnect
+    yield_to_disconnect = response_writer._yield_to_disconnect
 
     async def disconnect_and_yield() -> None:
         connections[0].disconnect()
         if yields:
             await yield_to_disconnect()
 
-    monkeypatch.setattr(capture_results, "_yield_to_disconnect", disconnect_and_yield)
+    monkeypatch.setattr(response_writer, "_yield_to_disconnect", disconnect_and_yield)
     app = make_capturing_app([{"memory": done(captured())}], capture_inline_kib=0)
     connections.append(LateDisconnect(app, {**BODY, "stream": stream}))
     await asyncio.wait_for(connections[0].task, 10)

@@ -33,6 +33,7 @@ from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import track_sample
 from vllm_steer.server.http.schemas import ReadoutValuesForm, TraceForm
+from vllm_steer.server.http.stream_chunks import ChatChoice, ChatChunk, ChatDelta, CompletionChoice, CompletionChunk
 
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 PROMPT, TOKENS = 3, 4
@@ -86,6 +87,11 @@ def record(sample: int, position: int, width: int) -> list[float]:
     return [1000 * sample + 10 * position + column for column in range(width)]
 
 
+def event_of(chunk: Any) -> str:
+    """Return the event of a chunk as vLLM's serving code makes it."""
+    return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+
+
 def make_app(chunks: int = TOKENS) -> FastAPI:
     """Return an app that streams ``chunks`` events per choice and generates between them."""
     app = FastAPI()
@@ -105,15 +111,16 @@ def make_app(chunks: int = TOKENS) -> FastAPI:
 
         async def events() -> AsyncIterator[str]:
             for i in range(len(samples) * extra.get("roles", 0)):  # chat completions begin all choices at once
-                yield f'data: {{"id":"x","choices":[{{"index":{i},"delta":{{"role":"assistant"}}}}]}}\n\n'
+                choice = ChatChoice(index=i, delta=ChatDelta(role="assistant", content=""), finish_reason=None)
+                yield event_of(ChatChunk(id="x", created=1, model="m", choices=[choice]))
             for number in range(TOKENS):
                 for i, sample in enumerate(samples):
                     sample.step()
                     if number < chunks:
                         reason = "length" if number == TOKENS - 1 else None
                         text = '"choices":[{"index":1'
-                        choice = {"index": i, "text": text, "finish_reason": reason}
-                        yield f"data: {json.dumps({'id': 'x', 'choices': [choice]}, separators=(',', ':'))}\n\n"
+                        choices = [CompletionChoice(index=i, text=text, finish_reason=reason)]
+                        yield event_of(CompletionChunk(id="x", created=1, model="m", choices=choices))
             yield DONE
 
         return StreamingResponse(events(), media_type="text/event-stream")

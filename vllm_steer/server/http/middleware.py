@@ -11,6 +11,8 @@ from __future__ import annotations
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm_steer.compat.stages import front_end_joins
+from vllm_steer.compat.wraps import install
 from vllm_steer.errors import SteeringError
 from vllm_steer.server.auth.authenticator import authenticate
 from vllm_steer.server.auth.current_key import use_key
@@ -29,6 +31,8 @@ class SteeringMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        # Once more: vLLM imports its serving code after it has made the engine's configuration.
+        install(front_end_joins())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -126,6 +126,16 @@ class ReadoutFeed:
             return _encoder.encode(values) if values else b""
         return template.fill(positions[0], records[0])
 
+    def take_fields(self, *, last: bool) -> tuple[bytes, bytes]:
+        """Return the JSON of the new values, and of the trace if the choice has ended; each may be empty."""
+        trace = self.take_trace() if last else None
+        return self.take_json(last=last), b"" if trace is None else _encoder.encode(trace)
+
+    def take_members(self, *, last: bool) -> list[bytes]:
+        """Return the fields of `take_fields` as members of a JSON object."""
+        fields = zip((READOUTS_KEY, TRACE_KEY), self.take_fields(last=last), strict=True)
+        return [b'"%b":%b' % (name.encode(), value) for name, value in fields if value]
+
     def take_all(self) -> dict[str, Any]:
         """Return the values of `take` for every readout of the request, in its order."""
         found = self.take()

@@ -29,6 +29,8 @@ from vllm_steer.server.http.readout_feed import ReadoutFeed
 from vllm_steer.server.http.running_requests import RunningRequest, RunningRequests
 from vllm_steer.server.quota.tracker import Reservation
 
+APPLIED_FIELD = "steering_applied"
+"""The response field that tells what was applied to a request."""
 _CHOICE = "_steering_choice"
 RERUN = "the server ran the model several times for this choice (server-side tools); which run to report is undefined"
 """Error in place of captures and trace of a choice."""

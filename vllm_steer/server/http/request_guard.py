@@ -21,16 +21,14 @@ from vllm_steer.metrics.requests import NO_CAPACITY, count_refusal
 from vllm_steer.params import CAPTURE_FIELD
 from vllm_steer.server.access_errors import KeyLimitError
 from vllm_steer.server.auth.current_key import current_owner, require_field_rights
-from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.apply_fields import compile_own
 from vllm_steer.server.http.body_checks import LARGE_BODY, body_checks
-from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response, error_status
 from vllm_steer.server.http.field_scanner import OVERLAP, find_fields, form_field, form_names, is_utf8, may_hold_fields
 from vllm_steer.server.http.misspelt_fields import WRAPPERS, FormNames, find_misspelt, is_refused
 from vllm_steer.server.http.packed_bodies import pack_body
-from vllm_steer.server.http.readout_results import ReadoutWriter
 from vllm_steer.server.http.request_context import RequestContext
+from vllm_steer.server.http.response_writer import ResponseWriter, content_encoding
 from vllm_steer.server.http.running_requests import BATCH_ROUTE, RESPONSES_ROUTE
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.server.routes.base import app_path
@@ -75,8 +73,7 @@ class RequestGuard:
         self.context.directory = running_requests_of(self._app)
         self._path = self.context.route = app_path(scope)
         self._scope, self._receive = scope, receive
-        self._send_unchanged = send
-        self._send: Send = AppliedFieldWriter(self.context, send).send
+        self._send = send
         self._send_body: Send | None = None
         """Sends the body of a response that has started; None if it may still be replaced."""
         headers = Headers(scope=scope)
@@ -126,8 +123,11 @@ class RequestGuard:
                 await self.refuse(message["headers"])
                 return
             self._started = True
-            await self._send(message)
-            self._send_body = self._send_unchanged if self.context.changes_nothing else self._send
+            self._send_body = self._send
+            if not self.context.changes_nothing:
+                store = partial(capture_store_of, self._app)
+                self._send_body = ResponseWriter(self.context, store, self._receive, self._send).send
+            await self._send_body(message)
             return
         await self._send(message)
 
@@ -146,25 +146,14 @@ class RequestGuard:
             self._refusal = self._refusal or context.refusal
         elif context.fields and not context.fields_applied:
             self._refusal = self._refusal or self._unsupported(context.fields[0])
-        if (context.consumers or context.dynamic) and not failed:
-            self._add_results_writers(start)
+        if not failed and (context.consumers or context.dynamic) and (encoding := content_encoding(start)):
+            problem = f"results cannot be added: another middleware encoded the response as {encoding}"
+            field = CAPTURE_FIELD if context.consumers else READOUTS_FIELD
+            self._refusal = self._refusal or SteeringError(field, problem)
         may_have_waited = context.fields_applied or context.has_program
         if start["status"] == HTTPStatus.SERVICE_UNAVAILABLE and may_have_waited and self._refusal is None:
             count_refusal(start["status"], NO_CAPACITY)
             MutableHeaders(scope=start).setdefault("retry-after", str(RETRY_AFTER))
-
-    def _add_results_writers(self, start: Message) -> None:
-        encoding = Headers(scope=start).get("content-encoding", "identity")
-        if encoding != "identity":
-            problem = f"results cannot be added: another middleware encoded the response as {encoding}"
-            field = CAPTURE_FIELD if self.context.consumers else READOUTS_FIELD
-            self._refusal = self._refusal or SteeringError(field, problem)
-            return
-        if self.context.dynamic:
-            self._send = ReadoutWriter(self.context, self._send).send
-        if self.context.consumers:
-            store = capture_store_of(self._app)
-            self._send = CaptureResultWriter(self.context, store, self._receive, self._send).send
 
     async def _receive_form(self) -> Message:
         message = await self._receive()
