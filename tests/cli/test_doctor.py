@@ -21,7 +21,7 @@ from vllm_steer import SteeringConfig
 from vllm_steer.cli import doctor as command
 from vllm_steer.cli.doctor_output import print_report
 from vllm_steer.cli.main import app
-from vllm_steer.compat.version import CONFLICTS
+from vllm_steer.compat.version import CONFLICTS, OVERRIDE, VersionCheck
 from vllm_steer.engine.report import CapabilityReport, make_report
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.models import outline, proofs
@@ -118,6 +118,36 @@ def test_prints_refusals_and_conflicting_settings() -> None:
     )
     for conflict in CONFLICTS:
         assert conflict.setting in result.stdout
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(
+    ("check", "allowed", "status"),
+    [
+        (VersionCheck("0.99.0", "0.32.0", 9, ("Scheduler.schedule in scheduler.py",)), "0", 1),
+        (VersionCheck("0.99.0", "0.32.0", 9, ("Scheduler.schedule in scheduler.py",)), "1", 0),
+        (VersionCheck("0.99.0", "0.32.0", 9), "0", 0),
+    ],
+)
+def test_fails_for_a_vllm_that_the_engine_refuses(
+    check: VersionCheck, allowed: str, status: int, report: CapabilityReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches commands that succeed in a script although no engine starts."""
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    monkeypatch.setattr("vllm_steer.compat.version.compare_installed", lambda version: check)
+    monkeypatch.setenv(OVERRIDE, allowed)
+    monkeypatch.setattr(command, "examine", lambda *_: report.model_copy(update={"vllm": "0.99.0"}))
+    results = invoke("demo/model"), CliRunner().invoke(app, ["version"])
+    assert [result.exit_code for result in results] == [status] * 2
+    assert all(("Install a supported version" in result.stderr) == bool(status) for result in results)
+
+
+def test_fails_for_a_conflicting_setting(report: CapabilityReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an exit status of 0 for settings with which the engine does not start."""
+    first = report.conflicts[0].model_copy(update={"present": True})
+    changed = report.model_copy(update={"conflicts": [first, *report.conflicts[1:]]})
+    monkeypatch.setattr(command, "examine", lambda *_: changed)
+    assert invoke("demo/model").exit_code == 1
 
 
 def test_fails_for_an_unproven_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_prometheus_files_are_there() -> None:
 
 
 def test_the_logging_settings_keep_records_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a configuration that logging refuses, and a file in which records have a prefix or company."""
+    """Catches a configuration that logging refuses, one that silences uvicorn's access log, and mixed records."""
     (text,) = code_of("json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "manager", logging.Manager(logging.root))
@@ -131,6 +131,8 @@ def test_the_logging_settings_keep_records_apart(tmp_path: Path, monkeypatch: py
     logging.config.dictConfig(json.loads(text))
     audit.record("clear", before=1, after=2, name=None, digests=[])
     logging.getLogger("vllm.vllm_steer.registry").warning("something else")
+    access = logging.getLogger("uvicorn.access")
+    assert access.hasHandlers() and access.isEnabledFor(logging.INFO)
     written = Path("audit.jsonl").read_text().splitlines()
     for handler in logging.getLogger(audit.LOGGER).handlers:
         handler.close()

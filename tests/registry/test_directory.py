@@ -139,3 +139,46 @@ def test_private_tempdir_is_locked() -> None:
     """Catches a directory that systemd-tmpfiles removes after days without use, because it skips only locked ones."""
     with pytest.raises(BlockingIOError):
         fcntl.flock(os.open(private_tempdir("steer-"), os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no file grow, as on a full disk: allocated bytes can be written again."""
+    write = os.write
+
+    def write_in_place(fd: int, data: Any) -> int:
+        if os.lseek(fd, 0, os.SEEK_CUR) + len(data) > os.fstat(fd).st_size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    def no_space(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", write_in_place)
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_clears_and_deletes_on_a_full_disk(root: Path, restarted: bool, request: pytest.FixtureRequest) -> None:
+    """Catches global steering that stays in force because the disk has no space for the change that clears it.
+
+    Changes that add something fail, and change nothing.
+    """
+    one, other = registry(DirectoryStore(root)), registry(DirectoryStore(root))
+    one.register("calm", **content(100))
+    one.set(modules=["calm"])
+    if restarted:
+        (root / "reserved").unlink()
+        one = registry(DirectoryStore(root))
+    request.getfixturevalue("full_disk")
+    for add in (lambda: one.register("new", **content(200)), lambda: one.set(modules=[("calm", 0.5)])):
+        with pytest.raises(RegistryUnavailableError, match="No space left"):
+            add()
+    assert one.status().modules
+    one.clear()
+    assert not one.status().modules and not other.status().modules
+    request.getfixturevalue("monkeypatch").undo()  # vLLM's own files are freed by now
+    one.set(modules=["calm"])
+    one.clear()
+    one.delete("calm")
+    assert names(other) == []

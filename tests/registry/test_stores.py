@@ -18,6 +18,7 @@ from tests.repo.tree import ROOT
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry import index, module_files
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
+from vllm_steer.registry.module_files import write_module
 
 
 def names(found: Any) -> list[str]:
@@ -42,19 +43,32 @@ def test_processes_see_each_others_changes(backend: Backend) -> None:
     assert backend.digests() == set()
 
 
-def test_repeated_changes_keep_the_epoch(backend: Backend, tmp_path: Path) -> None:
-    """Catches a repeated registration that creates an epoch, and a start that makes an old version current."""
+def test_repeated_changes_keep_the_epoch(backend: Backend) -> None:
+    """Catches a repeated registration that creates an epoch."""
     one = registry(backend.open())
     first = one.register("calm", **content())
     assert one.register("calm", **content()) == first
     one.set(modules=["calm"])
     assert one.set(modules=["calm"]).epoch == 2
+
+
+def test_file_of_the_command_line_becomes_current(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a rollback (good, bad, good again) that serves the bad file, and a replacement that no log mentions."""
+    warnings: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("vllm_steer.registry.registry.logger.warning", lambda *args: warnings.append(args))
     path = tmp_path / "calm.safetensors"
-    path.write_bytes(backend.content(first.digest))
-    one.register("calm", base={"post_block": {1: vector(9)}})
-    one.ensure_file("calm", path)
-    assert one.get("calm").versions[0] == first.digest
-    assert one.get("calm").digest != first.digest
+    good, bad = write_module(module(1)), write_module(module(9))
+    for data in (good, bad, good):
+        path.write_bytes(data)
+        one = registry(backend.open())
+        one.ensure_file("calm", path)
+        assert one.get("calm", data=True).content.data == module(9 if data is bad else 1).to_wire()
+        epoch = one.list().epoch
+        one.ensure_file("calm", path)  # the next API server
+        assert one.list().epoch == epoch
+    assert len(warnings) == 2
 
 
 def test_keeps_the_last_versions_of_a_name(backend: Backend) -> None:
@@ -257,16 +271,17 @@ def test_registering_again_repairs_damaged_content(at_start: bool, backend: Back
     assert one.list().epoch == 2
 
 
-def test_damaged_old_version_stays_old(backend: Backend, tmp_path: Path) -> None:
-    """Catches a start that repairs an old version and thereby makes it current."""
+def test_damaged_old_version_is_registered_again(backend: Backend, tmp_path: Path) -> None:
+    """Catches a start that leaves the damaged content of its file in place."""
     one = registry(backend.open())
     old = one.register("calm", **content(100))
-    new = one.register("calm", **content(200))
+    one.register("calm", **content(200))
     (tmp_path / "calm.safetensors").write_bytes(backend.content(old.digest))
     backend.damage(old.digest, b"")
     again = registry(backend.open())
     again.ensure_file("calm", tmp_path / "calm.safetensors")
-    assert again.get("calm").digest == new.digest
+    assert again.get("calm").digest == old.digest
+    assert again.get("calm").problem is None
 
 
 def test_damaged_global_steering_prevents_start(backend: Backend) -> None:

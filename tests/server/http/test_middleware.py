@@ -25,6 +25,7 @@ from tests.server.application import Body, client_of, make_app
 from tests.server.fakes import FakeEngine, vector
 from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context, set_registry
+from vllm_steer.log import LimitedLog
 from vllm_steer.params import PROGRAM_KEY
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.errors import RegistryUnavailableError
@@ -418,9 +419,15 @@ async def test_an_unreadable_registry_is_http_503(monkeypatch: pytest.MonkeyPatc
 async def test_damaged_modules_are_http_503(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches HTTP 400, which clients do not retry and alerts do not count, for a damaged registry file."""
+    """Catches HTTP 400, which clients do not retry and alerts do not count, for a damaged registry file.
+
+    The log has the error, but not once for each request.
+    """
     counted: list[tuple[int, str]] = []
     monkeypatch.setattr(error_response, "count_refusal", lambda *what: counted.append(what))
+    logged: list[str] = []
+    log = LimitedLog(SimpleNamespace(error=lambda message, *args, **_: logged.append(message % args)))
+    monkeypatch.setattr(error_response, "server_errors", log)
     engine, elsewhere = FakeEngine(), registry(DirectoryStore(tmp_path / "registry"))
     set_registry(engine, RegistryOptions(str(tmp_path / "registry")))
     await ensure_engine_context(engine)
@@ -443,3 +450,6 @@ def test_the_place_of_the_registry_is_not_told() -> None:
     body = json.loads(bytes(error_response.error_response(error).body))
     assert body["error"]["message"] == "steering registry: its database cannot be used"
     assert apply_fields.refused(error).problem == "its database cannot be used"
+    await client_of(make_app(engine)).post(ROUTE, json=fields)
+    (line,) = logged
+    assert line.startswith("HTTP 503: ") and "damaged" in line
