@@ -16,15 +16,15 @@ SAMPLED = (
     "their batch"
 )
 SEED = (
-    "vLLM's CPU build stops if the prompt of a seeded request takes several steps: the prompt has {length} tokens and a "
-    "step {step}; omit the seed or raise --max-num-batched-tokens"
+    "vLLM's CPU build stops if the prompt of a seeded request takes several steps: the prompt has {length} tokens and "
+    "a step {step}; omit the seed or raise --max-num-batched-tokens"
 )
 PROMPT_LOGPROBS = (
     "vLLM's CPU build stops at prompt_logprobs if it serves LoRA adapters; omit them or start without LoRA"
 )
 SLOTS = (
-    "vLLM's CPU build adds the adapter in the last slot to requests without one, so this engine serves {most} adapters; "
-    "start it with --max-loras {needed} or more"
+    "vLLM's CPU build adds the adapter in the last slot to requests without one, so this engine serves {most} "
+    "adapters; start it with --max-loras {needed} or more"
 )
 _ADAPTERS = "_steering_adapters"
 
