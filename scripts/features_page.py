@@ -45,6 +45,15 @@ Each cell has the tests that prove the row, as paths below `tests/`. All of them
 last column is empty, no test combines the feature with [readouts, gates or stops](../guides/readouts.md). Quantized
 weights are also tested on a GPU, with more schemes; [On a GPU](#on-a-gpu) has the outcome.
 
+vLLM's CPU build fails at these combinations, with or without steering. Engines with steering refuse the requests there:
+
+| request, on a CPU | what vLLM does |
+| --- | --- |
+| `temperature` above 0, with speculative decoding | greedy requests in the same batch get wrong tokens |
+| `seed`, with a prompt longer than `--max-num-batched-tokens` | the engine stops. It also stops if a shorter seeded prompt is split because other requests take part of the step, which is not refused |
+| `prompt_logprobs`, in an engine with LoRA | the engine stops |
+| more LoRA adapters than `--max-loras` less one | requests without an adapter get the one in the last slot. Adapters are counted per API server process |
+
 """
 
 

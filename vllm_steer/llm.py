@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,27 @@ from vllm_steer.metrics.reader import read_metrics
 from vllm_steer.params import has_steering
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.taps.user_hooks import Hook
+
+
+def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse calls while another thread is in one: the two would step the engine at once and take each other's outputs.
+
+    vLLM's own ``LLM`` has no such check; its engine does not recover.
+    """
+
+    @functools.wraps(method)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lock = self._steering_thread
+        if not lock.acquire(blocking=False):
+            raise SteeringError(
+                method.__name__, "another thread is using this LLM; call it from one thread at a time, or use AsyncLLM"
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            lock.release()
+
+    return alone
 
 
 class LLM(VllmLLM):  # type: ignore[misc]
@@ -80,12 +103,19 @@ class LLM(VllmLLM):  # type: ignore[misc]
             for name, value in steering_only.items():
                 if value is not None:
                     raise SteeringError(name, "has no effect without enable_steering=True; add it, or remove this")
+        self._steering_thread = threading.RLock()
         super().__init__(model, *args, **kwargs)
         if enable_steering:
             set_consumers(self.llm_engine, consumers)
             set_registry(self.llm_engine, registry)
             # Create the context now, so that a wrong consumer or module raises here and not at the first request.
             engine_context(self.llm_engine)
+
+    generate = _one_thread(VllmLLM.generate)
+    chat = _one_thread(VllmLLM.chat)
+    enqueue = _one_thread(VllmLLM.enqueue)
+    enqueue_chat = _one_thread(VllmLLM.enqueue_chat)
+    wait_for_completion = _one_thread(VllmLLM.wait_for_completion)
 
     @property
     def steering(self) -> SteeringRegistry:
@@ -107,7 +137,9 @@ class LLM(VllmLLM):  # type: ignore[misc]
             **strengths: New factors by name; names are those of ``Edit(live=...)``.
 
         Returns:
-            The position from which on the strengths hold, for all samples of the request.
+            The first position from which the strengths hold for every sample. Each sample takes them from its own next
+            token on, which can be an earlier one: samples are not at one position, and a sample may still be in its
+            prompt.
 
         Raises:
             SteeringError: The request is not running or lacks a live strength, several have the id, or a
@@ -147,6 +179,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
         """
         return [*super().get_metrics(), *read_metrics()]
 
+    @_one_thread
     def beam_search(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Run vLLM's beam search, which does not support steering or capture.
 

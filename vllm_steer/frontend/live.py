@@ -10,6 +10,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import context_of
 from vllm_steer.frontend.outputs import live_id_of, live_names, live_program
 from vllm_steer.metrics.collectors import add
+from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_live_magnitude
 from vllm_steer.program.overflow import check_live_overflow
 from vllm_steer.spec.scalars import closest, read_number, shown
@@ -58,6 +59,13 @@ def samples_of(output_processor: Any, request_id: str) -> list[LiveSample]:
     return [live_sample(state) for state in states]
 
 
+def check_live(vllm_config: Any, program: Program | None) -> None:
+    """Raise SteeringError for live strengths that the engine can never change."""
+    if program is not None and program.layout.live and vllm_config.parallel_config.data_parallel_size > 1:
+        names = ", ".join(program.layout.live)
+        raise SteeringError("steering.live", f"{names} cannot change with data parallelism; use one engine per server")
+
+
 def check_strengths(
     engine: Any, request_id: str, samples: Sequence[LiveSample], strengths: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, float]]:
@@ -71,13 +79,8 @@ def check_strengths(
 
     Raises:
         SteeringError: The request is not running, has no such live strength, a strength is not a finite number,
-            exceeds the server's limit of the norm that an edit may add or overflows with the edit's own numbers, or the
-            engine is data-parallel.
+            exceeds the server's limit of the norm that an edit may add, or overflows with the edit's own numbers.
     """
-    if engine.vllm_config.parallel_config.data_parallel_size > 1:
-        raise SteeringError(
-            "request_id", "live strengths are not supported with data parallelism; use one engine per server"
-        )
     running = engine.output_processor.request_states
     found = [(each, running.get(each.engine_id)) for each in samples]
     states = [state for each, state in found if state is not None and live_sample(state) == each]

@@ -14,6 +14,8 @@ from vllm_steer.compat.internals import SamplingParams as VllmSamplingParams
 from vllm_steer.compat.internals import length_from_prompt_token_ids_or_embeds
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, ensure_engine_context
+from vllm_steer.frontend.cpu_faults import check_cpu_request
+from vllm_steer.frontend.live import check_live
 from vllm_steer.frontend.parts import bind_request
 from vllm_steer.frontend.prompt_tokens import check_mask
 from vllm_steer.metrics.requests import count_request
@@ -26,6 +28,7 @@ from vllm_steer.params import (
     PROGRAM_KEY,
     capture_specs,
     program_bytes,
+    program_of,
     refuse_assigned_fields,
     refuse_unknown_args,
     strip_for_engine,
@@ -119,20 +122,24 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
         raise SteeringError("steering", NOT_ENABLED)
     if FILE_KEY in extra:
         raise SteeringError(f"extra_args.{FILE_KEY}", "reserved for internal use; leave it out")
+    context = context_of(input_processor)
+    prompt_len = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
+    if context is not None:
+        check_cpu_request(input_processor, request, prompt_len)
     if program_bytes(params) is None:
         if capture_specs(params):
             raise SteeringError(f"extra_args.{CAPTURE_KEY}", "has no compiled program beside it; use `capture` instead")
         return
     if request.resumable:
         refuse_streaming_input(params)
-    context = context_of(input_processor)
     if context is None:
         raise SteeringError("steering", NOT_ENABLED)
     check_mask(request)
     if context.markers is not None:
         bind_request(request, input_processor, context.markers)
         params = request.sampling_params
-    context.check(params, length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds))
+    check_live(input_processor.vllm_config, program_of(params))
+    context.check(params, prompt_len)
 
 
 def refuse_streaming_input(params: Any) -> None:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that the engine client refuses: faults of vLLM's CPU build, and live strengths that nothing can change."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_steer import LLM, Edit, SteeringError
+from vllm_steer.compat.internals import LLM as VllmLLM
+from vllm_steer.frontend import cpu_faults
+from vllm_steer.frontend.cpu_faults import check_cpu_request
+from vllm_steer.frontend.live import check_live
+from vllm_steer.llm import _one_thread
+from vllm_steer.program.compiler import compile_program
+
+
+def processor(speculative: bool = False, slots: int = 0) -> Any:
+    config = SimpleNamespace(
+        speculative_config=object() if speculative else None,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
+        lora_config=SimpleNamespace(max_loras=slots) if slots else None,
+    )
+    return SimpleNamespace(vllm_config=config)
+
+
+def request(adapter: int = 0, **fields: Any) -> Any:
+    params = SimpleNamespace(**{"temperature": 0.0, "seed": None, "prompt_logprobs": None, **fields})
+    lora = SimpleNamespace(lora_int_id=adapter) if adapter else None
+    return SimpleNamespace(sampling_params=params, lora_request=lora)
+
+
+@pytest.mark.parametrize(
+    ("engine", "wanted", "length", "field"),
+    [
+        (processor(speculative=True), request(temperature=0.7), 5, "temperature"),
+        (processor(), request(temperature=0.7, seed=1), 33, "seed"),
+        (processor(slots=3), request(prompt_logprobs=1), 5, "prompt_logprobs"),
+        (processor(slots=1), request(adapter=1), 5, "lora_request"),
+    ],
+)
+def test_refuses_what_the_cpu_build_cannot_serve(
+    engine: Any, wanted: Any, length: int, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches wrong tokens of other requests and a dead engine on CPUs. Negative control: other devices serve it."""
+    monkeypatch.setattr(cpu_faults, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    with pytest.raises(SteeringError) as refused:
+        check_cpu_request(engine, wanted, length)
+    assert refused.value.field == field
+    monkeypatch.setattr(cpu_faults, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    check_cpu_request(engine, wanted, length)
+
+
+def test_keeps_the_last_slot_of_adapters_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an adapter in the slot from which requests without one read, and a repeated adapter that counts twice."""
+    monkeypatch.setattr(cpu_faults, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    engine = processor(slots=3)
+    for adapter in (1, 2, 1, 0, 2):
+        check_cpu_request(engine, request(adapter=adapter), 5)
+    with pytest.raises(SteeringError, match="--max-loras 4"):
+        check_cpu_request(engine, request(adapter=3), 5)
+
+
+@pytest.mark.parametrize(
+    ("engine", "wanted", "length"),
+    [
+        (processor(speculative=True), request(), 5),
+        (processor(), request(temperature=0.7, seed=1), 32),
+        (processor(), request(prompt_logprobs=1), 5),
+    ],
+)
+def test_serves_neighbours_of_refused_requests(engine: Any, wanted: Any, length: int) -> None:
+    """Catches a refusal of a request that the CPU build serves."""
+    check_cpu_request(engine, wanted, length)
+
+
+def test_refuses_live_strengths_under_data_parallelism() -> None:
+    """Catches a request whose live strength is accepted and can never change."""
+    edit: dict[str, Any] = {"kind": "add", "point": "post_block", "layers": 1, "vector": np.ones(4)}
+    live, plain = (compile_program([Edit(**edit, **fields)]) for fields in ({"live": "calm"}, {}))
+
+    def config(size: int) -> Any:
+        return SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=size))
+
+    with pytest.raises(SteeringError, match="calm cannot change with data parallelism"):
+        check_live(config(2), live)
+    check_live(config(2), plain)
+    check_live(config(1), live)
+
+
+def test_an_llm_refuses_a_second_thread() -> None:
+    """Catches results that two threads take from each other. Calls of one thread may be nested."""
+    used = SimpleNamespace(_steering_thread=threading.RLock())
+    problems: list[str] = []
+
+    def inner(self: Any) -> str:
+        return "inner"
+
+    def outer(self: Any) -> str:
+        def other() -> None:
+            try:
+                _one_thread(inner)(self)
+            except SteeringError as error:
+                problems.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return str(_one_thread(inner)(self))
+
+    assert _one_thread(outer)(used) == "inner"
+    assert len(problems) == 1 and "another thread is using this LLM" in problems[0]
+    assert _one_thread(inner)(used) == "inner"
+    for name in ("generate", "chat", "enqueue", "enqueue_chat", "wait_for_completion", "beam_search"):
+        assert getattr(LLM, name) is not getattr(VllmLLM, name)
