@@ -97,6 +97,7 @@ def set_up_steering(
         device=device,
         drafts=vllm_config.num_speculative_tokens,
     )
+    tables.set_first_layer(decoder.layer_range.start)
     if config.user_hooks:
         tables.hooks = _user_hooks(tables, decoder)
     own_forward = modules_with_own_forward(model)
@@ -113,11 +114,18 @@ def set_up_steering(
         log = logger.warning if config.plain_code or problem is None else logger.info
         log("Steps without edits and captures run the model with its taps: %s.", untapped)
     heads, no_lens = _heads(model, decoder, vllm_config)
-    heads.update(_autoencoders(config, model_config.get_hidden_size(), device, centring_of(decoder)))
+    heads.update(_autoencoders(config, model_config, device, centring_of(decoder)))
     manager = WorkerSteeringManager(
         decoder,
         ProgramStore(tables, config, decoder.num_layers, decoder.layer_range),
-        CUDAGraphSetManager(tables, config.graph_sets, len(points), decoder.layer_range, untapped),
+        CUDAGraphSetManager(
+            tables,
+            config.graph_sets,
+            len(points),
+            decoder.layer_range,
+            untapped,
+            fewer_sizes=_chooses_sizes(vllm_config.parallel_config),
+        ),
         device_ops(tables, model_config.dtype),
         _facts(model, decoder, model_config),
         heads=heads,
@@ -135,6 +143,15 @@ def set_up_steering(
         1000 * (time.perf_counter() - started),
     )
     return manager
+
+
+def _chooses_sizes(parallel_config: Any) -> bool:
+    """Return whether this rank may pad steered steps more than others.
+
+    Data-parallel ranks agree on the size of a step, whatever their requests are. Pipeline stages exchange rows of one
+    size.
+    """
+    return parallel_config.data_parallel_size == 1 and parallel_config.pipeline_parallel_size == 1
 
 
 def _user_hooks(tables: Tables, decoder: Decoder) -> UserHooks:
@@ -161,7 +178,7 @@ def _heads(model: Any, decoder: Decoder, vllm_config: Any) -> tuple[dict[str, He
 
 
 def _autoencoders(
-    config: SteeringConfig, hidden_size: int, device: torch.device, centring: Centring
+    config: SteeringConfig, model_config: Any, device: torch.device, centring: Centring
 ) -> dict[str, Head]:
     """Return the autoencoders by the names that programs use, on the rank that returns readouts.
 
@@ -171,9 +188,9 @@ def _autoencoders(
     heads: dict[str, Head] = {}
     for name, folder in config.saes.items():
         field = f"steering_config.saes.{name}"
-        _, features = encoder_shape(folder, field, hidden_size)
+        _, features = encoder_shape(folder, field, model_config.get_hidden_size())
         if get_tensor_model_parallel_rank() == 0:
-            head = SparseEncoderHead(read_encoder(folder, field, centring), device)
+            head = SparseEncoderHead(read_encoder(folder, field, centring), device, model_config.dtype)
             heads[SAE_PREFIX + name] = head
             logger.info("Autoencoder %s: %d features, %.1f MiB", name, features, head.num_bytes / 2**20)
     return heads
