@@ -151,7 +151,7 @@ def _chooses_sizes(parallel_config: Any) -> bool:
     Data-parallel ranks agree on the size of a step, whatever their requests are. Pipeline stages exchange rows of one
     size.
     """
-    return parallel_config.data_parallel_size == 1 and parallel_config.pipeline_parallel_size == 1
+    return bool(parallel_config.data_parallel_size == 1 and parallel_config.pipeline_parallel_size == 1)
 
 
 def _user_hooks(tables: Tables, decoder: Decoder) -> UserHooks:
