@@ -142,7 +142,7 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
             ),
             EngineLimit(
                 "graph_sets",
-                8,
+                3,
                 1,
                 64,
                 "sets of CUDA graphs that launch different taps; each step runs the smallest set that covers its "

@@ -100,7 +100,7 @@ def captured(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     sets, manager = CUDAGraphSetManager(tables, count, POINTS, layers, untapped), Manager(tables, [own, drafter])
     manager.untapped = untapped or None
-    sets.wrap_capture(manager)
+    sets.wrap_capture(manager, lambda: True)
     manager.capture("model", has_lora=False)
     return sets, manager, own, drafter
 
@@ -269,3 +269,53 @@ def test_idle_steps_without_graphs_run_the_untapped_model(tables: Tables) -> Non
     with sets.capture_all_taps():
         sets.select_idle()
         assert untapped.tapped
+
+
+@dataclass(frozen=True)
+class Size:
+    """Stand-in for vLLM's descriptor with all fields that tell kinds of graphs apart."""
+
+    num_tokens: int
+    num_reqs: int | None
+    kind: str = "decode"
+
+
+VLLM_SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+"""Batch sizes that vLLM captures by default."""
+TAPPED_SIZES = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+
+
+def test_every_batch_has_a_larger_one_with_taps() -> None:
+    """Catches a size without a graph, a replacement that is too small, of another kind, or replaced itself."""
+    batches = [Size(n, reqs, kind) for n in VLLM_SIZES for reqs, kind in ((n, "decode"), (None, "mixed"))]
+    larger = cudagraph_sets.larger_batches(batches[::-1])
+    assert sorted({batch.num_tokens for batch in batches if batch not in larger}) == TAPPED_SIZES
+    for batch, used in larger.items():
+        assert used not in larger and used.kind == batch.kind
+        assert batch.num_tokens < used.num_tokens < batch.num_tokens + 64
+        assert used.num_reqs is None or used.num_reqs >= batch.num_reqs
+    # Custom sizes without a larger one in the same range.
+    assert cudagraph_sets.larger_batches([Size(n, n) for n in (3, 12, 70, 300)]) == {}
+
+
+@pytest.mark.parametrize("steered", [False, True])
+def test_steered_steps_choose_sizes_with_graphs(tables: Tables, monkeypatch: pytest.MonkeyPatch, steered: bool) -> None:
+    """Catches a steered step of a size without a graph, and plain steps that are padded more than stock vLLM's."""
+    monkeypatch.setattr(cudagraph_sets, "_piecewise_wrappers", list)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    sets = CUDAGraphSetManager(tables, 3, POINTS, range(LAYERS), "eager", fewer_sizes=True)
+    manager: Any = Manager(tables, [])
+    batches = {n: Size(n, n) for n in VLLM_SIZES}
+    manager._capture_descs = {CUDAGraphMode.FULL: list(batches.values())[::-1]}
+    manager.dispatch = lambda tokens: batches.get(tokens, "eager")
+    sets.wrap_capture(manager, lambda: steered)
+    manager.capture("model", has_lora=False)
+    if steered:
+        sets.select(using(4), 1)
+    else:
+        sets.select_idle()
+    for size in VLLM_SIZES:
+        assert manager.dispatch(size) in manager.graphs
+        assert manager.dispatch(size).num_tokens == (min(n for n in TAPPED_SIZES if n >= size) if steered else size)
+    assert manager.dispatch(513) == "eager"
+    assert len(manager.graphs) == len(TAPPED_SIZES if steered else VLLM_SIZES)

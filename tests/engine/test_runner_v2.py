@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,8 @@ class Runner:
             restore_model=lambda: self.ran.append("rest"),
             memory_of_all_sets=lambda one_set: one_set + 150,
         )
-        self.steering = SimpleNamespace(graph_sets=sets)
+        heads = SimpleNamespace(warm_up=lambda: self.ran.append("heads"))
+        self.steering = SimpleNamespace(graph_sets=sets, heads=heads)
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
         self.ran.append(("profile", randomize_inputs))
@@ -66,10 +68,10 @@ def test_untapped_model_is_compiled_after_the_profiling_run() -> None:
     compiled: list[Any] = []
     runner: Any = type("Steered", (SteeringRunnerV2, Runner), {})(compiled)
     runner.profile_run(randomize_inputs=True)
-    assert runner.ran == [("profile", True)]
+    assert runner.ran == [("profile", True), "heads"]
     run, most_tokens = compiled
     assert (run(7), most_tokens) == ("hidden states", 512)
-    assert runner.ran[1:] == [(7, {"skip_attn": True, "is_profile": True})]
+    assert runner.ran[2:] == [(7, {"skip_attn": True, "is_profile": True})]
 
 
 def test_graph_memory_covers_all_sets() -> None:
@@ -110,8 +112,12 @@ def test_wrong_drafts_count_as_rejected() -> None:
     runner: Any = type("Steered", (SteeringRunnerV2, Sampler), {})()
     batch = SimpleNamespace(num_reqs=4, cu_num_logits=torch.tensor([0, 4, 8, 9, 10, 10], dtype=torch.int32))
     wrong = torch.tensor([[False, True, False], [True, False, False], [True, True, True], [False] * 3])
-    runner.steering = SimpleNamespace(accepted_tokens=lambda drafts: accepted_tokens(wrong, drafts()))
+    done: list[str] = []
+    more = {"heads": SimpleNamespace(joined=lambda model: nullcontext()), "finish_readouts": lambda: done.append("")}
+    runner.model = None
+    runner.steering = SimpleNamespace(accepted_tokens=lambda drafts: accepted_tokens(wrong, drafts()), **more)
     _, sampled, rejected = runner.sample(None, batch, None)
     assert (sampled.tolist(), rejected.tolist()) == ([2, 2, 1, 0], [2, 2, 0, 0])
-    runner.steering = SimpleNamespace(accepted_tokens=lambda drafts: None)
+    runner.steering = SimpleNamespace(accepted_tokens=lambda drafts: None, **more)
     assert runner.sample(None, batch, None)[1].tolist() == [4, 2, 1, 0]
+    assert len(done) == 2

@@ -36,6 +36,7 @@ from vllm_steer.models.centring import _CENTRED_LAYERS, centring_of, merge_centr
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.models.sae import read_encoder
 from vllm_steer.models.sae_features import FeatureReader
+from vllm_steer.taps.heads import largest_outputs
 from vllm_steer.taps.sparse_encoder import SparseEncoderHead
 
 HOOK = "blocks.8.hook_resid_pre"
@@ -68,11 +69,12 @@ def centred(folder: Path, hook: str | None = HOOK, **config: Any) -> str:
 def test_encoder_equals_its_formula_on_rows_minus_their_mean(name: str, tmp_path: Path) -> None:
     """Catches rows whose mean counts, and ``b_dec`` or its part in the magnitudes lost with it."""
     config, expected = CASES[name]
-    head = SparseEncoderHead(read_encoder(centred(tmp_path, **config), "f", "subtract"), torch.device("cpu"))
-    found = head.outputs(torch.from_numpy(ROWS))
-    order = torch.argsort(found, descending=True)
-    values = head.values(found.gather(1, order), found).numpy()
-    np.testing.assert_allclose(values, np.take_along_axis(expected, order.numpy(), 1), atol=2e-5)
+    head = SparseEncoderHead(
+        read_encoder(centred(tmp_path, **config), "f", "subtract"), torch.device("cpu"), torch.float32
+    )
+    found = largest_outputs(head.products(torch.from_numpy(ROWS)), head.activation, expected.shape[1])
+    values = found[:, expected.shape[1] :].numpy()
+    np.testing.assert_allclose(values, -np.sort(-expected, axis=1), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "topk" not in name])

@@ -116,11 +116,10 @@ def test_encoder_equals_its_formula(name: str, tmp_path: Path) -> None:
     make, expected = CASES[name]
     folder = make(tmp_path / "sae")
     assert encoder_shape(folder, "f") == (HIDDEN, FEATURES)
-    head = SparseEncoderHead(read_encoder(folder, "f"), torch.device("cpu"))
+    head = SparseEncoderHead(read_encoder(folder, "f"), torch.device("cpu"), torch.float32)
     assert head.num_bytes <= encoder_bytes((HIDDEN, FEATURES))
     for k in (2, 8):
-        found = largest_outputs(head, torch.from_numpy(X), k)
-        assert found is not None
+        found = largest_outputs(head.products(torch.from_numpy(X)), head.activation, k)
         indices, values = found[:, :k].long().numpy(), found[:, k:].numpy()
         order = np.argsort(-expected, axis=-1)[:, :k]
         wanted = np.take_along_axis(expected, order, -1)

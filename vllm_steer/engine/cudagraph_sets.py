@@ -10,6 +10,9 @@ vLLM keeps one graph manager. Selecting a set replaces the manager's dictionary 
 the piecewise wrappers. Only the first two sets have piecewise graphs. The taps within layers are rarely used without
 the others, and launch overhead matters most in small steps, so that set and those of layer ranges only have the full
 graphs of small batches.
+
+Sets with taps have graphs of fewer batch sizes than vLLM's, so steered steps are padded a little more. Matrix products
+handle rows in tiles of at least 64, and small batches wait for weights, so the padding takes hardly any time.
 """
 
 from __future__ import annotations
@@ -66,10 +69,6 @@ class CUDAGraphSet:
         """Return whether the graphs launch the tap of every site that has users."""
         return all(launched for launched, users in zip(self.sites, site_users, strict=True) if users)
 
-    def batches(self, all_batches: Mapping[Any, Sequence[Any]]) -> list[Any]:
-        """Return the batch descriptors of the full graphs, given vLLM's by graph mode."""
-        return [batch for batch in all_batches.get(_FULL, ()) if batch.num_tokens <= self.max_tokens]
-
 
 class CUDAGraphSetManager:
     """Captures the sets of one model runner and selects one before each forward pass.
@@ -80,6 +79,7 @@ class CUDAGraphSetManager:
         points_per_layer: Number of sites per layer.
         layers: Layers of this pipeline stage.
         untapped: The model without taps, or the reason why there is none.
+        fewer_sizes: Whether sets with taps have graphs of fewer batch sizes.
     """
 
     def __init__(
@@ -89,11 +89,14 @@ class CUDAGraphSetManager:
         points_per_layer: int,
         layers: range,
         untapped: UntappedModel | str,
+        *,
+        fewer_sizes: bool = False,
     ) -> None:
         self._tables = tables
         self._untapped = None if isinstance(untapped, str) else untapped
         self.no_plain_code = untapped if isinstance(untapped, str) else None
         """Reason why idle steps run the model with taps, or None if they run the copy without."""
+        self._fewer_sizes = fewer_sizes and count > 1
         self._layers = len(layers)
         self._all_taps = CUDAGraphSet((True,) * tables.num_sites, "all taps")
         self._no_taps = CUDAGraphSet(tables.no_sites, "no taps") if count > 1 else self._all_taps
@@ -125,8 +128,19 @@ class CUDAGraphSetManager:
         if self._no_taps is self._all_taps:
             return one_set
         graph = max([*self._samples[1:2], self._layers * _LAYER_BYTES])
-        complete = len(self._all_taps.batches(self._batches)) * graph / _FULL_SHARE or one_set
-        return one_set + int(complete) + graph * sum(len(each.batches(self._batches)) for each in self._partial)
+        complete, *partial = (len(self._full_batches(each, self._batches)) for each in (self._all_taps, *self._partial))
+        return one_set + int(complete * graph / _FULL_SHARE or one_set) + graph * sum(partial)
+
+    def _full_batches(self, graphs: CUDAGraphSet, all_batches: Mapping[Any, Sequence[Any]]) -> list[Any]:
+        """Return the batch descriptors of the full graphs of a set with taps, given vLLM's by graph mode."""
+        return [batch for batch in self._captured(all_batches.get(_FULL, ())) if batch.num_tokens <= graphs.max_tokens]
+
+    def _captured(self, batches: Sequence[Any]) -> list[Any]:
+        """Return those of vLLM's batch descriptors of one graph mode that sets with taps have graphs for."""
+        if not self._fewer_sizes:
+            return list(batches)
+        replaced = larger_batches(batches)
+        return [batch for batch in batches if batch not in replaced]
 
     def _sets(self) -> list[CUDAGraphSet]:
         """Return the distinct sets in capture order. Partial sets share the piecewise graphs of an earlier set."""
@@ -207,13 +221,19 @@ class CUDAGraphSetManager:
         finally:
             self._capturing = None
 
-    def wrap_capture(self, manager: Any) -> None:
+    def wrap_capture(self, manager: Any, is_steered: Callable[[], bool]) -> None:
         """Make the next ``manager.capture`` capture every set.
+
+        Args:
+            manager: vLLM's graph manager.
+            is_steered: Returns whether the step whose batch size is chosen may need taps.
 
         The original method of vLLM's graph manager (``v1/worker/gpu/cudagraph_utils.py``) is called once per set.
         Drafters and encoders have managers of their own, whose graphs are captured once as in stock vLLM.
         """
         original: Callable[..., None] = manager.capture
+        if self._fewer_sizes:
+            self._wrap_dispatch(manager, is_steered)
 
         def capture(*args: Any, **kwargs: Any) -> None:
             del manager.capture
@@ -222,8 +242,10 @@ class CUDAGraphSetManager:
                 for graphs in self._sets():
                     self._capturing = graphs
                     if graphs in self._partial:
-                        manager._capture_descs = {_FULL: graphs.batches(all_batches)}
+                        manager._capture_descs = {_FULL: self._full_batches(graphs, all_batches)}
                         graphs.piecewise = self._all_taps.piecewise
+                    elif graphs is not self._no_taps:
+                        manager._capture_descs = {mode: self._captured(each) for mode, each in all_batches.items()}
                     self.select_idle()
                     self._capture(manager, graphs, original, args, kwargs)
             finally:
@@ -235,6 +257,17 @@ class CUDAGraphSetManager:
             self.restore_model()
 
         manager.capture = capture
+
+    def _wrap_dispatch(self, manager: Any, is_steered: Callable[[], bool]) -> None:
+        """Make ``manager.dispatch`` choose sizes of sets with taps for steered steps."""
+        dispatch: Callable[..., Any] = manager.dispatch
+        larger = {key: value for each in manager._capture_descs.values() for key, value in larger_batches(each).items()}
+
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            batch = dispatch(*args, **kwargs)
+            return larger.get(batch, batch) if is_steered() else batch
+
+        manager.dispatch = choose
 
     def _capture(
         self, manager: Any, graphs: CUDAGraphSet, original: Callable[..., None], args: Any, kwargs: Any
@@ -261,6 +294,29 @@ class CUDAGraphSetManager:
             time.perf_counter() - started,
             (free - torch.cuda.mem_get_info()[0]) / 2**20,
         )
+
+
+def larger_batches(batches: Sequence[Any]) -> dict[Any, Any]:
+    """Return the batch descriptors without a graph in sets with taps, and which descriptor is used for each.
+
+    It is the largest of the same kind up to the next multiple of 16, 32 or 64 tokens. Up to 8 tokens, all remain.
+    """
+    found: dict[Any, Any] = {}
+    for batch in batches:
+        step = _size_step(batch.num_tokens)
+        top = -(-batch.num_tokens // step) * step
+        alike = [each for each in batches if batch.num_tokens < each.num_tokens <= top and _kind(each) == _kind(batch)]
+        if alike:
+            found[batch] = max(alike, key=lambda each: each.num_tokens)
+    return found
+
+
+def _size_step(tokens: int) -> int:
+    return next((step for most, step in ((8, 1), (64, 16), (256, 32)) if tokens <= most), 64)
+
+
+def _kind(batch: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(batch).items() if name not in ("num_tokens", "num_reqs")}
 
 
 def _partial_sets(tables: Tables, count: int, points_per_layer: int, layers: range) -> list[CUDAGraphSet]:

@@ -5,12 +5,17 @@ These are the largest outputs of heads, and probes with a hidden layer.
 
 The rows are stored by CAPTURE instructions, like captured rows, but do not leave the device. While the batch does not
 change, a step launches the same indices again.
+
+Reading the unembedding takes most of the time of a lens. Where the runner allows it, the rows of a lens therefore wait
+until the step computes the logits that it samples from, and are computed by the same call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +24,14 @@ from cachetools import LRUCache
 
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
+from vllm_steer.log import steering_logger
 from vllm_steer.program.token_program import HeadRead, MlpRead
-from vllm_steer.taps.heads import Head, largest_outputs
+from vllm_steer.taps.heads import Head, LensHead, Places, parts
 from vllm_steer.taps.mlp import MlpHead
+from vllm_steer.taps.ops import DeviceOps
 from vllm_steer.taps.tables import OPEN_END, Tables
+
+logger = steering_logger(__name__)
 
 _MAX_MLPS = 32
 """Probes with a hidden layer whose weights are kept on the device beside the vector table."""
@@ -39,27 +48,29 @@ class _Group:
     """``[rows]``. With speculative decoding ``[segments, 3, rows]``: start and end of each segment that the token may
     be in, and the place of the row among the rows of the token."""
     tokens: torch.Tensor
-    """``[rows, 1]``, the token of each row."""
+    """``[rows]``, the token of each row."""
     columns: torch.Tensor
-    """``[rows, 2 k]``, the columns of its record; ``[rows, 1]`` of a probe."""
+    """``[rows]``, the first column of its record."""
 
-    def values(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Return what is written to the columns; None on ranks that have no result."""
-        if isinstance(self.head, MlpHead):
-            return self.head.values(rows)
-        return largest_outputs(self.head, rows, self.top_k)
-
-    def rows(self, tables: Tables, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the arena rows, and which records keep their values because they have none, ``[rows, 1]``."""
-        kept = tables.replayed[self.tokens] != 0
+    def rows(self, tables: Tables, position: torch.Tensor) -> tuple[torch.Tensor, Places]:
+        """Return the arena rows and the places of their readouts. Records of tokens without a row keep their values."""
+        token = self.tokens
+        kept = tables.replayed[token] != 0
         if self.arena_rows.ndim == 1:
-            return self.arena_rows, kept
-        token = self.tokens[:, 0]
+            return self.arena_rows, Places(token, self.columns, kept)
         start, stop, place = self.arena_rows.unbind(1)
         inside = (position[token] >= start) & (position[token] < stop)
         found = inside.any(0)
         rows = torch.where(found, tables.token_base[token] + torch.where(inside, place, 0).sum(0), 0)
-        return rows, kept | ~found.unsqueeze(1)
+        return rows, Places(token, self.columns, kept | ~found)
+
+
+class _Waiting(NamedTuple):
+    """Normed rows of a lens that wait for the step's logits."""
+
+    group: _Group
+    normed: torch.Tensor
+    places: Places
 
 
 class HeadReadouts:
@@ -68,13 +79,20 @@ class HeadReadouts:
     Args:
         store: The rank's programs.
         heads: Heads by the names that programs use.
+        ops: Functions for the rank's device.
         enabled: Whether this rank returns records. Other ranks run collective heads, and probes, on which gates may
             depend.
         speculative: Whether draft tokens make the host's positions uncertain.
     """
 
-    def __init__(self, store: ProgramStore, heads: Mapping[str, Head], *, enabled: bool, speculative: bool) -> None:
+    def __init__(
+        self, store: ProgramStore, heads: Mapping[str, Head], ops: DeviceOps, *, enabled: bool, speculative: bool
+    ) -> None:
         self.heads = heads
+        self.joins = False
+        """Whether the runner computes the logits of each step inside of :meth:`joined`."""
+        self._ops = ops
+        self._waiting: list[_Waiting] = []
         self._store = store
         self._enabled = enabled
         self._speculative = speculative
@@ -172,8 +190,8 @@ class HeadReadouts:
             head,
             top_k,
             self._upload(arena_rows),
-            self._upload(np.concatenate(tokens)[:, None]),
-            self._upload(np.concatenate(columns)[:, None] + np.arange(2 * top_k or 1)),
+            self._upload(np.concatenate(tokens)),
+            self._upload(np.concatenate(columns)),
         )
 
     def _upload(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -181,18 +199,89 @@ class HeadReadouts:
         device = self._store.tables.device
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
+    @property
+    def waiting(self) -> bool:
+        """Whether readouts of the step are not computed yet, because they wait for its logits."""
+        return bool(self._waiting)
+
+    def warm_up(self) -> None:
+        """Compile the kernels of all heads. All ranks call this."""
+        for name, head in self.heads.items():
+            try:
+                self._ops.warm_up_head(head)
+            except (
+                Exception
+            ) as failure:  # the methods belong to the model; the self-check refuses the lens, with the reason
+                logger.debug("The head %s cannot be run on rows: %s", name, failure)
+
     def run(self) -> None:
         """Compute the planned readouts, after the forward pass and on the same stream."""
         planned, self._planned = self._planned, None
+        self._waiting = []
         if planned is None:
             return
         groups, position = planned
         tables = self._store.tables
         for group in groups:
-            if not (self._enabled or isinstance(group.head, MlpHead) or group.head.collective):
+            head = group.head
+            if not (self._enabled or isinstance(head, MlpHead) or head.collective):
                 continue
-            rows, kept = group.rows(tables, position)
-            new = group.values(tables.arena.index_select(0, rows))
-            if new is not None:
-                old = tables.record[group.tokens, group.columns]
-                tables.record[group.tokens, group.columns] = torch.where(kept, old, new)
+            rows, places = group.rows(tables, position)
+            stream = tables.arena.index_select(0, rows)
+            if isinstance(head, MlpHead):
+                places.write(tables.record, head.values(stream))
+            elif isinstance(head, LensHead) and self.joins and self._fits(head, len(rows), stream.element_size()):
+                self._waiting.append(_Waiting(group, head.norm(stream), places))
+            else:
+                for first, stop in parts(head, len(rows), stream.element_size()):
+                    self._record(group, head.products(stream[first:stop]), places.part(first, stop))
+
+    def _fits(self, head: LensHead, rows: int, itemsize: int) -> bool:
+        """Return whether all waiting rows and ``rows`` further ones are one part."""
+        return len(parts(head, rows + sum(len(each.normed) for each in self._waiting), itemsize)) == 1
+
+    def _record(self, group: _Group, products: torch.Tensor | None, places: Places) -> None:
+        if products is not None and not isinstance(group.head, MlpHead):
+            record = self._store.tables.record
+            self._ops.record_largest(record, places, products, group.head.activation, group.top_k)
+
+    @contextmanager
+    def joined(self, model: Any) -> Iterator[None]:
+        """Compute the waiting rows with the logits that are computed inside of the context, or else at its end.
+
+        Args:
+            model: The model, whose ``compute_logits`` is called.
+        """
+        if not self._waiting:
+            yield
+            return
+        original, own = model.compute_logits, vars(model).get("compute_logits")
+        model.compute_logits = self._with_waiting(original)
+        try:
+            yield
+        finally:
+            if own is None:
+                vars(model).pop("compute_logits")
+            else:
+                model.compute_logits = own
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            self._record(each.group, original(each.normed), each.places)
+
+    def _with_waiting(self, original: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[..., Any]:
+        def compute_logits(hidden: torch.Tensor) -> torch.Tensor | None:
+            waiting = self._waiting
+            if not waiting or any(each.normed.dtype != hidden.dtype for each in waiting):
+                return original(hidden)
+            self._waiting = []
+            logits = original(torch.cat([hidden, *(each.normed for each in waiting)]))
+            if logits is None:
+                return None
+            first = len(hidden)
+            for each in waiting:
+                stop = first + len(each.normed)
+                self._record(each.group, logits[first:stop], each.places)
+                first = stop
+            return logits[: len(hidden)]
+
+        return compute_logits

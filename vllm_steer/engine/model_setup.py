@@ -98,6 +98,7 @@ def set_up_steering(
         device=device,
         drafts=vllm_config.num_speculative_tokens,
     )
+    tables.set_first_layer(decoder.layer_range.start)
     if config.user_hooks:
         tables.hooks = _user_hooks(tables, decoder)
     own_forward = modules_with_own_forward(model)
@@ -118,7 +119,14 @@ def set_up_steering(
     manager = WorkerSteeringManager(
         decoder,
         ProgramStore(tables, config, decoder.num_layers, decoder.layer_range),
-        CUDAGraphSetManager(tables, config.graph_sets, len(points), decoder.layer_range, untapped),
+        CUDAGraphSetManager(
+            tables,
+            config.graph_sets,
+            len(points),
+            decoder.layer_range,
+            untapped,
+            fewer_sizes=_chooses_sizes(vllm_config.parallel_config),
+        ),
         device_ops(tables, model_config.dtype),
         _facts(model, decoder, model_config),
         heads=heads,
@@ -136,6 +144,15 @@ def set_up_steering(
         1000 * (time.perf_counter() - started),
     )
     return manager
+
+
+def _chooses_sizes(parallel_config: Any) -> bool:
+    """Return whether this rank may pad steered steps more than others.
+
+    Data-parallel ranks agree on the size of a step, whatever their requests are. Pipeline stages exchange rows of one
+    size.
+    """
+    return bool(parallel_config.data_parallel_size == 1 and parallel_config.pipeline_parallel_size == 1)
 
 
 def _user_hooks(tables: Tables, decoder: Decoder) -> UserHooks:
@@ -176,7 +193,7 @@ def _autoencoders(
         if not config.sae_any_site:
             check_model(folder, field, models_of(model_config))
         if get_tensor_model_parallel_rank() == 0:
-            head = SparseEncoderHead(read_encoder(folder, field, centring), device)
+            head = SparseEncoderHead(read_encoder(folder, field, centring), device, model_config.dtype)
             heads[SAE_PREFIX + name] = head
             logger.info("Autoencoder %s: %d features, %.1f MiB", name, features, head.num_bytes / 2**20)
     return heads

@@ -155,6 +155,7 @@ class SteeringRunnerV1:
         self.steering.graph_sets.compile_untapped(
             lambda tokens: self._dummy_run(tokens, is_profile=True)[0], self.max_num_tokens
         )
+        self.steering.heads.warm_up()
 
     def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.steering.begin_idle_step()

@@ -36,6 +36,7 @@ class SteeringRunnerV2:
             max_requests=self.max_num_reqs,
             separate_idle_graphs=True,
         )
+        self.steering.heads.joins = True
         state = self.model_state
         base: Any = type(state)
         state.__class__ = _steering_state(base)
@@ -47,6 +48,7 @@ class SteeringRunnerV2:
         self.steering.graph_sets.compile_untapped(
             lambda tokens: self._dummy_run(tokens, skip_attn=True, is_profile=True)[0], self.max_num_tokens
         )
+        self.steering.heads.warm_up()
 
     def profile_cudagraph_memory(self: Any) -> Any:
         # vLLM estimates the memory of one set of graphs.
@@ -57,7 +59,10 @@ class SteeringRunnerV2:
     def capture_model(self: Any, *, profile_only: bool = False) -> Any:
         if self.cudagraph_manager is not None:
             sets = self.steering.graph_sets
-            (sets.observe_profiling if profile_only else sets.wrap_capture)(self.cudagraph_manager)
+            if profile_only:
+                sets.observe_profiling(self.cudagraph_manager)
+            else:
+                sets.wrap_capture(self.cudagraph_manager, lambda: self.steering.active)
         return super().capture_model(profile_only=profile_only)  # type: ignore[misc]
 
     def add_requests(self: Any, scheduler_output: Any) -> None:
@@ -72,7 +77,9 @@ class SteeringRunnerV2:
         return output
 
     def sample(self: Any, hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super().sample(hidden_states, input_batch, *args, **kwargs)  # type: ignore[misc]
+        with self.steering.heads.joined(self.model):
+            result = super().sample(hidden_states, input_batch, *args, **kwargs)  # type: ignore[misc]
+        self.steering.finish_readouts()
         kept = self.steering.accepted_tokens(lambda: input_batch.cu_num_logits[: input_batch.num_reqs + 1].diff() - 1)
         if kept is not None:
             _, num_sampled, num_rejected = result

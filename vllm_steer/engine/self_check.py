@@ -192,7 +192,7 @@ def _check_lens(runner: SelfCheckRunner, steering: WorkerSteeringManager, epsilo
     try:
         with torch.inference_mode():
             normed = head.norm(stream).double().cpu().numpy()
-            logits = head.outputs(stream)
+            logits = head.products(stream)
     except Exception as failure:  # the methods belong to the model, which may give them other arguments
         return f"the final norm or the unembedding cannot be run on rows: {type(failure).__name__}"
     if logits is not None and logits.shape != (len(rows), head.num_outputs):

@@ -96,7 +96,7 @@ class WorkerSteeringManager:
         self.self_check: dict[str, Any] = {"ran": False, "reason": "the engine is still starting"}
         copier = DeviceToHostCopier(store.tables.device, ops.products_at)
         self.capture = RowCapture(store, copier, enabled=captures, speculative=speculative)
-        self.heads = HeadReadouts(store, heads, enabled=captures, speculative=speculative)
+        self.heads = HeadReadouts(store, heads, ops, enabled=captures, speculative=speculative)
         self.no_lens = no_lens
         self.records = RecordCopy(store, copier, enabled=captures, speculative=speculative)
         self._recorded: BatchLayout | None = None
@@ -251,6 +251,11 @@ class WorkerSteeringManager:
         if self._recorded is not None:
             self._fold_records(self._recorded)
             self._recorded = None
+        if not self.heads.waiting:
+            self.records.start_copy()
+
+    def finish_readouts(self) -> None:
+        """Start copying the records, if they waited for the logits of the step."""
         self.records.start_copy()
 
     def _fold_records(self, layout: BatchLayout) -> None:

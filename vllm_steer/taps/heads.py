@@ -1,18 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads: functions of rows of the stream with many outputs, of which a readout records the largest.
 
-Rows are handled in parts, so that the outputs of a step take a bounded amount of memory.
+A head is a matrix product, :meth:`Head.products`, and what is done with its elements. This module is the definition of
+the second part. On CUDA, :mod:`vllm_steer.taps.largest_kernel` replaces :func:`record_largest`.
+
+Rows are handled in parts, so that the products of a step take a bounded amount of memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-OUTPUT_BYTES = 64 << 20
-"""Most bytes of float32 outputs that a head holds at one time, for at least one row."""
+OUTPUT_BYTES = 128 << 20
+"""Most bytes of products that a head holds at one time, for at least one row. Each part reads all weights, so it is
+enough for 256 rows of a large vocabulary in 16 bits."""
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """Activations of features by their products: tensors are ``[outputs]`` float32."""
+
+    bias: torch.Tensor
+    threshold: torch.Tensor | None = None
+    """Smaller values are 0."""
+    scale: torch.Tensor | None = None
+    """Factor of a gated encoder's magnitudes. ``bias`` is then the bias of its gate."""
+    magnitude_bias: torch.Tensor | None = None
+    kept: int = 0
+    """Number of largest activations that are not 0; 0 for all."""
+
+    def of(self, products: torch.Tensor) -> torch.Tensor:
+        """Return the activations of float32 products, without the limit :attr:`kept`."""
+        if self.scale is not None and self.magnitude_bias is not None:
+            magnitude = torch.relu(products * self.scale + self.magnitude_bias)
+            return torch.where(products + self.bias > 0, magnitude, 0.0)
+        before = products + self.bias
+        if self.threshold is not None:
+            return torch.where(before > self.threshold, torch.relu(before), 0.0)
+        return torch.relu(before)
 
 
 class Head(Protocol):
@@ -23,6 +52,10 @@ class Head(Protocol):
     num_outputs: int
 
     @property
+    def activation(self) -> Activation | None:
+        """What is done with the products; None for logits, of which log-probabilities are recorded."""
+
+    @property
     def tensors(self) -> Sequence[torch.Tensor]:
         """Tensors on the device that belong to the head and not to the model."""
 
@@ -30,14 +63,8 @@ class Head(Protocol):
     def num_bytes(self) -> int:
         """Size of :attr:`tensors`."""
 
-    def outputs(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Return float32 ``[rows, outputs]`` for rows of the stream in the model's dtype; None on other ranks."""
-
-    def values(self, largest: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the recorded values of the ``largest`` of the ``outputs``."""
-
-    def indices(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Return the recorded indices of ``values``."""
+    def products(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return ``[rows, outputs]`` for rows of the stream in the model's dtype; None on other ranks."""
 
 
 class LensHead:
@@ -51,6 +78,7 @@ class LensHead:
     """
 
     collective = True
+    activation = None
     tensors = ()
     num_bytes = 0
 
@@ -61,37 +89,70 @@ class LensHead:
         vocab_size: int,
     ) -> None:
         self.norm = norm
-        self._compute_logits = compute_logits
+        self.compute_logits = compute_logits
         self.num_outputs = vocab_size
 
-    def outputs(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits."""
-        logits = self._compute_logits(self.norm(rows))
-        return None if logits is None else logits.float()
-
-    def values(self, largest: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        """Return log-probabilities."""
-        return largest - torch.logsumexp(outputs, dim=-1, keepdim=True)
-
-    def indices(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Return token ids."""
-        return indices
+    def products(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits, in the dtype that the model returns."""
+        return self.compute_logits(self.norm(rows))
 
 
-def largest_outputs(head: Head, rows: torch.Tensor, k: int) -> torch.Tensor | None:
-    """Return indices and values of the ``k`` largest outputs of a head, float32 ``[rows, 2 k]``; None on other ranks.
+@dataclass(frozen=True)
+class Places:
+    """Where the readouts of some rows are recorded.
+
+    Attributes:
+        token: ``[rows]`` int64, the token of each row.
+        column: ``[rows]`` int64, the first column in the token's record.
+        kept: ``[rows]`` bool, rows whose record keeps its values.
+    """
+
+    token: torch.Tensor
+    column: torch.Tensor
+    kept: torch.Tensor
+
+    def part(self, first: int, stop: int) -> Places:
+        """Return the places of some of the rows."""
+        return Places(self.token[first:stop], self.column[first:stop], self.kept[first:stop])
+
+    def write(self, record: torch.Tensor, values: torch.Tensor) -> None:
+        """Write values ``[rows, n]`` to the columns of the records."""
+        token = self.token.unsqueeze(1)
+        columns = self.column.unsqueeze(1) + torch.arange(values.shape[1], device=values.device)
+        record[token, columns] = torch.where(self.kept.unsqueeze(1), record[token, columns], values)
+
+
+def largest_outputs(products: torch.Tensor, activation: Activation | None, k: int) -> torch.Tensor:
+    """Return indices and values of the ``k`` largest outputs of a head, float32 ``[rows, 2 k]``.
+
+    Of log-probabilities these are token ids. Of activations these are features, -1 for those that are not active.
 
     Args:
-        head: The head.
-        rows: ``[rows, hidden]`` of the stream, in the model's dtype.
+        products: ``[rows, outputs]``.
+        activation: The head's activation, None for log-probabilities.
         k: Number of outputs, largest first.
     """
-    size = max(1, OUTPUT_BYTES // (4 * head.num_outputs))
-    found: list[torch.Tensor] = []
-    for part in rows.split(size):
-        outputs = head.outputs(part)
-        if outputs is not None:
-            largest, indices = torch.topk(outputs, k, dim=-1)
-            values = head.values(largest, outputs)
-            found.append(torch.cat([head.indices(indices, values).float(), values], dim=-1))
-    return torch.cat(found) if found else None
+    products = products.float()
+    outputs = products if activation is None else activation.of(products)
+    values, indices = torch.topk(outputs, k, dim=-1)
+    if activation is None:
+        values = values - torch.logsumexp(outputs, dim=-1, keepdim=True)
+    else:
+        if 0 < activation.kept < k:
+            values = values.clone()
+            values[:, activation.kept :] = 0.0
+        indices = torch.where(values > 0, indices, -1)
+    return torch.cat([indices.float(), values], dim=-1)
+
+
+def record_largest(
+    record: torch.Tensor, places: Places, products: torch.Tensor, activation: Activation | None, k: int
+) -> None:
+    """Write the result of :func:`largest_outputs` to the records of the rows, ``[tokens, columns]`` float32."""
+    places.write(record, largest_outputs(products, activation, k))
+
+
+def parts(head: Head, rows: int, itemsize: int) -> list[tuple[int, int]]:
+    """Return the first and last rows of the parts in which a head handles ``rows`` rows."""
+    size = max(1, OUTPUT_BYTES // (itemsize * head.num_outputs))
+    return [(first, min(first + size, rows)) for first in range(0, rows, size)]

@@ -13,6 +13,7 @@ import torch
 
 from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
 from vllm_steer.taps.dynamic import begin_records, fold_records
+from vllm_steer.taps.heads import Activation, Head, Places, record_largest
 from vllm_steer.taps.projection import products_at
 from vllm_steer.taps.tables import Tables
 
@@ -26,6 +27,9 @@ class DeviceOps:
     products_at: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor] = products_at
     begin_records: Callable[[Tables, BatchLayout, int], None] = begin_records
     fold_records: Callable[[Tables, BatchLayout, int], None] = fold_records
+    record_largest: Callable[[torch.Tensor, Places, torch.Tensor, Activation | None, int], None] = record_largest
+    warm_up_head: Callable[[Head], None] = lambda head: None
+    """Compiles the kernels of a head. All tensor-parallel ranks call it once the model can run."""
 
 
 def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
@@ -40,7 +44,7 @@ def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
     """
     if tables.device.type != "cuda":
         return DeviceOps()
-    from vllm_steer.taps import assignment_kernel, dynamic_kernel, projection_kernel, tap_kernel
+    from vllm_steer.taps import assignment_kernel, dynamic_kernel, largest_kernel, projection_kernel, tap_kernel
 
     tap_kernel.warm_up(tables, dtype)
     assignment_kernel.warm_up(tables)
@@ -55,4 +59,6 @@ def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
         products,
         dynamic_kernel.launch_begin,
         dynamic_kernel.launch_fold,
+        largest_kernel.launch_largest,
+        lambda head: largest_kernel.warm_up(head, dtype, tables.device, tables.vector.shape[1]),
     )

@@ -172,6 +172,8 @@ class Tables:
         # Columns of ``head``, by site of this engine.
         self.head_index = tuple(_head_index(column, self.points) for column in range(num_sites))
         self._column_at = {self.head_column(column).data_ptr(): column for column in range(num_sites)}
+        self._first_heads: frozenset[int] = frozenset()
+        self.set_first_layer(0)
         self.segment_start.fill_(OPEN_END)
         # Number of rows with instructions, by column.
         self.site_users = [0] * num_sites
@@ -195,6 +197,16 @@ class Tables:
     def head_column(self, column: int) -> torch.Tensor:
         """Return the view of ``head`` for one site of this engine, ``[rows + 1]``; see :meth:`column_at`."""
         return self.head[:, self.head_index[column]]
+
+    def set_first_layer(self, layer: int) -> None:
+        """Set the first layer of this pipeline stage."""
+        points = len(self.points)
+        columns = range(layer * points, min((layer + 1) * points, self.num_sites))
+        self._first_heads = frozenset(self.head_column(column).data_ptr() for column in columns)
+
+    def is_in_first_layer(self, head: torch.Tensor) -> bool:
+        """Return whether this is the view of ``head`` for a site in the first layer of this pipeline stage."""
+        return head.data_ptr() in self._first_heads
 
     def column_at(self, head: torch.Tensor) -> int:
         """Return the site whose view of ``head`` this is.

@@ -226,7 +226,9 @@ def launch_tap(
     if tokens == 0:
         return
     block = triton.next_power_of_2(hidden)
-    overlap = _overlaps(target.device)
+    # The kernel ahead of a tap in the first layer may be the one that writes the rows of the step, as in a pipeline
+    # stage or with given embeddings. Other taps have a kernel of the model between them and it, which waits for it.
+    overlap = _overlaps(target.device) and not tables.is_in_first_layer(head)
     grid: Any = (tokens,)
     _tap_kernel[grid](
         target,
@@ -262,7 +264,7 @@ def launch_tap(
 def warm_up(tables: Tables, dtype: torch.dtype) -> None:
     """Compile the kernel in all its variants, so that the first request with a program does not wait for it."""
     target = torch.zeros(1, tables.vector.shape[1], dtype=dtype, device=tables.device)
-    head = tables.head_column(0)
-    for other in (None, target):
-        for second in (None, head):
-            launch_tap(target, other, head, tables, second)
+    for head in (tables.head_column(0), tables.head_column(tables.num_sites - len(tables.points))):
+        for other in (None, target):
+            for second in (None, head):
+                launch_tap(target, other, head, tables, second)

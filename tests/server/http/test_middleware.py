@@ -440,6 +440,9 @@ async def test_damaged_modules_are_http_503(
     assert "damaged" in refusal(response, 503)["message"]
     assert response.headers["retry-after"] == "1"
     assert counted == [(503, "steering registry")]
+    await client_of(make_app(engine)).post(ROUTE, json=fields)
+    (line,) = logged
+    assert line.startswith("HTTP 503: ") and "damaged" in line
 
 
 def test_the_place_of_the_registry_is_not_told() -> None:
@@ -450,6 +453,3 @@ def test_the_place_of_the_registry_is_not_told() -> None:
     body = json.loads(bytes(error_response.error_response(error).body))
     assert body["error"]["message"] == "steering registry: its database cannot be used"
     assert apply_fields.refused(error).problem == "its database cannot be used"
-    await client_of(make_app(engine)).post(ROUTE, json=fields)
-    (line,) = logged
-    assert line.startswith("HTTP 503: ") and "damaged" in line
