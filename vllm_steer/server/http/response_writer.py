@@ -99,7 +99,8 @@ class ResponseWriter:
 
     async def _add_to_stream(self, message: Message) -> bytes:
         """Return the bytes of a message of a stream with what belongs to its event, and with the last events."""
-        body, more = message.get("body", b""), message.get("more_body", False)
+        body: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
         if not self._passes:
             body = self._add_to_event(body)
         if self._ended or (more and not body.endswith(_DONE)):
