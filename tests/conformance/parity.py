@@ -21,8 +21,9 @@ from tests.conformance.engine import Answer, generate, layer_classes, steered_en
 from tests.conformance.model import HIDDEN, LAYERS, TinyModel
 from tests.conformance.reference_process import ReferenceProcess
 
-TOLERANCE = 1e-4
-"""Largest difference of a log-probability that counts as agreement."""
+TOLERANCE = 2e-4
+"""Largest difference of a log-probability that counts as agreement. An edited token's stream is rounded once more, in
+one summand, than HF's: with latent attention and experts (`glm4_moe_lite`) that reaches 1.2e-4 in float32."""
 MIN_EFFECT = 1e-2
 """Least change that an edit must make for its agreement to mean anything."""
 

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 
 from examples.peers import rhizonymph
 from tests.capture.captured import captured
@@ -22,7 +22,7 @@ from vllm_steer import CaptureSpec, SteeringError, open_captures
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.params import FIELDS, compile_fields
 from vllm_steer.peers.rhizonymph import LLM, FilesystemCaptureRequest, SamplingParams, translate_fields
-from vllm_steer.peers.rhizonymph.http import RhizonymphMiddleware
+from vllm_steer.peers.rhizonymph.http import DYNAMIC, RhizonymphMiddleware
 
 PROBE = {"hook": "post_block", "layer": 1, "vector": [1.0, 0.0]}
 GATE: dict[str, Any] = {
@@ -318,6 +318,8 @@ def http() -> httpx.AsyncClient:
     app = FastAPI()
 
     async def answer(request: Request) -> Any:
+        if request.url.path == DYNAMIC:  # which vLLM does not have
+            raise HTTPException(404)
         body = await request.json() if request.method == "POST" else {}
         choice: dict[str, Any] = {"index": 0, "text": "x"}
         if "capture" in body:

@@ -53,16 +53,16 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: edit(kind="clmap"), "kind: 'clmap' is not valid", "did you mean clamp?"),
     (lambda: edit(point="post_blok"), "point: 'post_blok' is not a hook point", "did you mean post_block?"),
     (lambda: edit(point="POST_BLOCK"), "point: 'POST_BLOCK' is not a hook point", "did you mean post_block?"),
-    (lambda: edit(point="ln2.hook_normalized"), "point: 'ln2.hook_normalized'", "it is mlp_in here"),
-    (lambda: edit(point="blocks.3.hook_mlp_in"), "point: ", "it is post_attn of layer 3 here"),
+    (lambda: edit(point="ln2.hook_normalized"), "point: 'ln2.hook_normalized'", "the nearest is mlp_in"),
+    (lambda: edit(point="blocks.3.hook_mlp_in"), "point: ", "the nearest is post_attn of layer 3"),
     (lambda: edit(point="blocks.3.hook_resid_mid", layers=4), "layers: is 4, but the point names layer 3", "omit one"),
     (lambda: edit(point="resid_post", layers=None), "layers: is missing", "name layers of post_block"),
-    (lambda: edit(point="resid_post[-1]"), "point: 'resid_post[-1]'", "it is post_block here"),
+    (lambda: edit(point="resid_post[-1]"), "point: 'resid_post[-1]'", "layers count from 0"),
     (lambda: edit(point="hidden_states"), "point: ", "hidden_states[i] is post_block of layer i - 1"),
     (
         lambda: edit(point="hidden_states[6]"),
         "point: ",
-        "it is post_block of layer 5 here; hidden_states[0]",
+        "is post_block of layer 5 here",
     ),
     (lambda: edit(point="hook_q"), "point: ", "places inside attention are not hook points; its output is attn_out"),
     (lambda: edit(layers=-1), "layers: must be between 0 and 4095 and below the model's", "count from 0"),
@@ -161,8 +161,12 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: readout(lens={}, top_k=3), "readouts.a.top_k: is a parameter of sae only", "give it inside lens"),
     (lambda: readout(lens={}, layer=None), "readouts.a.layer: is missing", "give layer, or layers for a lens"),
     (lambda: readout(probe="x"), "readouts.a.probe: must be a probe of a module", "such as"),
-    (lambda: edit(kind="replace", vector={"capture": "x"}), "vector: refers to rows stored on a server", "plain dict"),
-    (lambda: edit(vector={"capture": "x"}), "vector: refers to rows stored on a server", "only replace takes"),
+    (
+        lambda: edit(kind="replace", vector={"capture": "x"}),
+        "vector: refers to rows or to a module on a server",
+        "plain dict",
+    ),
+    (lambda: edit(vector={"capture": "x"}), "vector: refers to rows or to a module on a server", "only replace takes"),
 )
 
 

@@ -276,6 +276,6 @@ def test_schemas_match_the_parsers() -> None:
     assert conforms({"memory": spec}, REQUEST_FIELDS["capture"])
     named = {"name": "a"}
     for wrong in (whole, {"name": 1}, {**named, "x": 1}, {**named, "base": [{"1": [1]}]},
-                  {**named, "base": {"pre_attn": {"-1": [1]}}}, {**named, "edits": [{"kind": "add"}]}):  # fmt: skip
+                  {**named, "base": {"pre_attn": {"-1": [1]}}}, {**named, "edits": [{"point": "post_block"}]}):  # fmt: skip
         assert not conforms(wrong, of_module)
     assert not conforms([], REQUEST_FIELDS["steering_modules"])

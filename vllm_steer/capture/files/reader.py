@@ -129,7 +129,7 @@ class Captures(Sequence["StoredRequest"]):
             KeyError: No request captured the site.
             ValueError: The rows differ in width or dtype.
 
-        Example:
+        Examples:
             >>> rows = open_captures("acts").dataset("post_block", 5)  # doctest: +SKIP
             >>> loader = DataLoader(rows, batch_size=512, shuffle=True, num_workers=2)  # doctest: +SKIP
         """

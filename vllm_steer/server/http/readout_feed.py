@@ -128,8 +128,9 @@ class ReadoutFeed:
 
     def take_fields(self, *, last: bool) -> tuple[bytes, bytes]:
         """Return the JSON of the new values, and of the trace if the choice has ended; each may be empty."""
-        trace = self.take_trace() if last else None
-        return self.take_json(last=last), b"" if trace is None else _encoder.encode(trace)
+        values = self.take_json(last=last)
+        trace = self.take_trace() if last else None  # of the values taken so far
+        return values, b"" if trace is None else _encoder.encode(trace)
 
     def take_members(self, *, last: bool) -> list[bytes]:
         """Return the fields of `take_fields` as members of a JSON object."""
