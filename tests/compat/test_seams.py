@@ -17,7 +17,7 @@ ATTRIBUTES = {seam.path.rpartition(".")[2] for seam in SEAMS if seam.kind is not
 QUOTED = {name for seam in SEAMS for name in re.findall(r"`(\w+)`", seam.why)}
 OF_OTHERS = {
     "_C", "_disabled_torch_function_impl", "_ensure_server_started", "_fields", "_init_base_url", "_modules",
-    "_patching_runner", "_register_fake", "_replace", "_resolve_config", "_value", "_vllm_steer",
+    "_patching_runner", "_register_fake", "_replace", "_resolve_config", "_value", "_version", "_vllm_steer",
 }  # fmt: skip
 """Attributes of ast, torch, dataclasses, inspect_ai and of ours that vLLM does not define."""
 

@@ -166,7 +166,7 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
         "vector: refers to rows or to a module on a server",
         "plain dict",
     ),
-    (lambda: edit(vector={"capture": "x"}), "vector: refers to rows or to a module on a server", "only replace takes"),
+    (lambda: edit(vector={"capture": "x"}), "vector: refers to rows stored on a server", "only replace takes"),
 )
 
 

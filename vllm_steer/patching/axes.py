@@ -13,8 +13,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.patching.runner import CONTINUED
 from vllm_steer.points import PointName, how_to_switch_on
-from vllm_steer.spec.scalars import is_integer, shown
-from vllm_steer.spec.selector import MASK_HINT, refuse_repeated
+from vllm_steer.spec.scalars import MASK_HINT, is_integer, refuse_repeated, shown
 from vllm_steer.spec.sites import read_point
 
 Span: TypeAlias = tuple[int, int]

@@ -252,7 +252,9 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         for number, edit in enumerate(self.edits):
             if edit.when:
                 own = any(each.kind == TOKEN for each in edit.when)
-                groups.setdefault(number if own else (edit.when, edit.parts), []).append(number)
+                # By their encoding: before a program has travelled, its conditions may hold lists.
+                key = number if own else msgspec.msgpack.encode((edit.when, edit.parts))
+                groups.setdefault(key, []).append(number)
         return tuple(map(tuple, groups.values()))
 
     @cached_property

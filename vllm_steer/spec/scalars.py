@@ -4,7 +4,7 @@
 import difflib
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
 
@@ -16,6 +16,9 @@ from vllm_steer.errors import SteeringError
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 """Smallest float32 number with full precision; some devices round smaller ones to 0."""
+
+MASK_HINT = "for a mask, list the numbers of its entries: [i for i, chosen in enumerate(mask) if chosen]"
+"""End of error messages about a list with a 0 or 1, or a boolean, for each token."""
 
 Name = TypeVar("Name", bound=str)
 
@@ -101,3 +104,24 @@ def read_choice(
     hint = f"it is {name} here; " if name else ""
     similar = "" if name else did_you_mean(value, known)
     raise SteeringError(field, f"{shown(value)} is not {what}; {hint}use one of {', '.join(known)}{similar}")
+
+
+def refuse_repeated(items: Sequence[object], field: str, what: str = "position") -> None:
+    """Raise SteeringError if a list names a position twice, as a list with a 0 or 1 for each token does.
+
+    Args:
+        items: Positions and other items, which are not compared.
+        field: Path of the list, for errors.
+        what: What the integers are, for errors.
+    """
+    # Lists of integers only, which can be long, need no check of each item.
+    integers = items if set(map(type, items)) == {int} else [item for item in items if is_integer(item)]
+    if len(set(integers)) == len(integers):
+        return
+    if set(integers) <= {0, 1}:
+        raise SteeringError(field, f"{shown(list(items))} repeats {what}s; {MASK_HINT}")
+    seen: set[object] = set()
+    for i, item in enumerate(items):
+        if is_integer(item) and item in seen:
+            raise SteeringError(f"{field}[{i}]", f"repeats {what} {shown(item)}; name each {what} once")
+        seen.update((item,) if is_integer(item) else ())

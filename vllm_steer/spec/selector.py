@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.spec.part import PARTS, PROMPT_PARTS, PartName, PromptPartName, Span, SpanForm, read_span
-from vllm_steer.spec.scalars import did_you_mean, is_integer, read_choice, shown
+from vllm_steer.spec.scalars import MASK_HINT, did_you_mean, is_integer, read_choice, refuse_repeated, shown
 
 Interval: TypeAlias = tuple[int, int]
 SelectorName = Literal["all", "prompt", "generated", "last_prompt"]
@@ -37,8 +37,6 @@ TokensForm = TokensName | PositionListForm | SpanForm
 """JSON form of the tokens of an edit."""
 
 _MAPPING_KEYS = "generated, between or outside"
-MASK_HINT = "for a mask, list the numbers of its entries: [i for i, chosen in enumerate(mask) if chosen]"
-"""End of error messages about a list with a 0 or 1, or a boolean, for each token."""
 _ARRAY_HINT = f"convert positions with .tolist(); {MASK_HINT}"
 OPEN_END = 2**31 - 1
 """Stop of an interval without end; all positions are smaller, because the device stores them as int32."""
@@ -281,27 +279,6 @@ def _read(tokens: object, field: str) -> _Where:
     if (positions := plain_positions(tokens)) is not None:
         return tuple(sorted((*_runs(positions[positions >= 0]), *_runs(positions[positions < 0]))))
     return _canonical(_item_interval(item, f"{field}[{i}]") for i, item in enumerate(tokens))
-
-
-def refuse_repeated(items: Sequence[object], field: str, what: str = "position") -> None:
-    """Raise SteeringError if a list names a position twice, as a list with a 0 or 1 for each token does.
-
-    Args:
-        items: Positions and other items, which are not compared.
-        field: Path of the list, for errors.
-        what: What the integers are, for errors.
-    """
-    # Lists of integers only, which can be long, need no check of each item.
-    integers = items if set(map(type, items)) == {int} else [item for item in items if is_integer(item)]
-    if len(set(integers)) == len(integers):
-        return
-    if set(integers) <= {0, 1}:
-        raise SteeringError(field, f"{shown(list(items))} repeats {what}s; {MASK_HINT}")
-    seen: set[object] = set()
-    for i, item in enumerate(items):
-        if is_integer(item) and item in seen:
-            raise SteeringError(f"{field}[{i}]", f"repeats {what} {shown(item)}; name each {what} once")
-        seen.update((item,) if is_integer(item) else ())
 
 
 def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:

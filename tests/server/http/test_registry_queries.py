@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -15,7 +16,9 @@ from tests.server.application import Body, add_error_handler
 from tests.server.fakes import FakeEngine, engine_context, vector
 from vllm_steer.frontend import context as contexts
 from vllm_steer.frontend.requests import complete_params_async
+from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.storage import MemoryStore
+from vllm_steer.server.http import apply_fields, error_response
 from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
 
@@ -60,3 +63,13 @@ async def test_the_event_loop_does_not_query(fields: dict[str, Any]) -> None:
     response = await client.post(ROUTE, json=fields)
     assert response.status_code == 200, response.text
     assert store.threads and threading.current_thread() not in store.threads
+
+
+def test_the_place_of_the_registry_is_not_told() -> None:
+    """Catches host, port and database, or a path, in the answer to any client."""
+    place = "postgresql://***@db.internal:5432/steer: connection to server at 10.0.0.7 failed"
+    error = RegistryUnavailableError("steering registry", "its database cannot be used", place)
+    assert place in str(error)
+    body = json.loads(bytes(error_response.error_response(error).body))
+    assert body["error"]["message"] == "steering registry: its database cannot be used"
+    assert apply_fields.refused(error).problem == "its database cannot be used"

@@ -275,7 +275,13 @@ def test_schemas_match_the_parsers() -> None:
     spec = {"hooks": {"post_block": [1]}, "reduce": {"probes": ["a/b"]}}
     assert conforms({"memory": spec}, REQUEST_FIELDS["capture"])
     named = {"name": "a"}
-    for wrong in (whole, {"name": 1}, {**named, "x": 1}, {**named, "base": [{"1": [1]}]},
-                  {**named, "base": {"pre_attn": {"-1": [1]}}}, {**named, "edits": [{"point": "post_block"}]}):  # fmt: skip
+    for wrong in (
+        whole,
+        {"name": 1},
+        {**named, "x": 1},
+        {**named, "base": [{"1": [1]}]},
+        {**named, "base": {"pre_attn": {"-1": [1]}}},
+        {**named, "edits": [{"point": "pre_attn"}]},
+    ):
         assert not conforms(wrong, of_module)
     assert not conforms([], REQUEST_FIELDS["steering_modules"])

@@ -18,8 +18,7 @@ from vllm_steer.peers.nnterp.values import LogProbabilities, Probabilities
 from vllm_steer.points import BRANCH_OUTPUTS, PointName
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
-from vllm_steer.spec.scalars import is_integer, shown
-from vllm_steer.spec.selector import MASK_HINT, refuse_repeated
+from vllm_steer.spec.scalars import MASK_HINT, is_integer, refuse_repeated, shown
 
 SITES: Mapping[str, PointName] = {
     "layers_input": "pre_attn",

@@ -24,8 +24,8 @@ from vllm_steer.server.capture_store import CaptureStore
 from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.spec.capture_source import ModuleRowsForm, StoredRowsForm
 from vllm_steer.spec.fields import GENERAL_FIELD
-from vllm_steer.spec.scalars import did_you_mean, is_integer, shown
-from vllm_steer.spec.selector import MASK_HINT, Selector
+from vllm_steer.spec.scalars import MASK_HINT, did_you_mean, is_integer, shown
+from vllm_steer.spec.selector import Selector
 
 STORE = "store"
 """Option of the capture consumer ``memory`` over HTTP: keep the rows on the server, whatever their size."""

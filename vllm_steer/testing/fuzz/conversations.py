@@ -55,7 +55,9 @@ class Open(NamedTuple):
     def parts_of(self, token: int) -> frozenset[str]:
         """Return the parts to which a token here belongs; a marker belongs to the span that it begins or ends."""
         spans = self if token in (THOUGHT, CALLED) else self.after(token)
-        return frozenset(name for name, inside in spans._asdict().items() if inside) or frozenset(("answer",))
+        return frozenset(name for name, inside in zip(spans._fields, spans, strict=True) if inside) or frozenset(
+            ("answer",)
+        )
 
 
 def find_wrong_part(rng: Random) -> str | None:
