@@ -142,8 +142,10 @@ class HungConsumer:
 
     def __init__(self) -> None:
         self.started, self.closed = threading.Event(), False
+        self.thread: threading.Thread | None = None
 
     def accept(self, captured: Any) -> None:
+        self.thread = threading.current_thread()
         self.started.set()
         threading.Event().wait()
 
@@ -172,8 +174,7 @@ def test_hung_consumer_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch
     assert [each["logging"].status for each in results] == ["partial"] * 2
     assert works.closed and not hung.closed
     assert "is closed" in str(manager.submit(manager.new_assembler(), (("memory", SPEC),), **about)["memory"].error)
-    (thread,) = (each for each in threading.enumerate() if each.name == "capture-memory" and each.is_alive())
-    assert thread.daemon
+    assert hung.thread is not None and hung.thread.is_alive() and hung.thread.daemon
 
 
 def test_errors_of_consumers_are_logged_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
