@@ -142,7 +142,7 @@ def test_text_of_steered_params_does_not_need_the_plugin(monkeypatch):
 
 
 def test_printing_changes_nothing():
-    """Catches a program that is sent, copied or pickled as the text that stands for it."""
+    """Catches a program that is sent, copied or pickled as its printed text."""
     params = SamplingParams(max_tokens=1, **FIELDS)
     expected = {**compile_fields(FIELDS)}
     wire = msgspec.msgpack.encode(params)

@@ -26,7 +26,7 @@ class LimitedLog:
     """
 
     MAX_KEYS = 64
-    """Keys that are told apart; later ones share a place."""
+    """Keys with an interval of their own; later keys share one."""
 
     def __init__(self, logger: Any, interval: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger, self._interval, self._clock = logger, interval, clock

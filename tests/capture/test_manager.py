@@ -154,7 +154,7 @@ class HungConsumer:
 
 
 def test_hung_consumer_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a shutdown that waits forever for a consumer, and results that nobody completes.
+    """Catches a shutdown that waits forever for a consumer, and results that are never completed.
 
     The other consumer, which works, must still be closed.
     """

@@ -229,7 +229,7 @@ class CaptureManager:
             logger.exception("Capture consumer %s failed to close", name)
 
     def give_up_on_hung(self, seconds: float) -> None:
-        """Wait for pending samples, and abandon those of a consumer that finishes none within ``seconds``.
+        """Wait for pending samples, and abandon pending samples of a consumer that finishes none within ``seconds``.
 
         Their results have the status ``error``. A consumer that hangs would otherwise keep the process from ending.
         """

@@ -124,7 +124,7 @@ def _over_http(client: Any, body: Mapping[str, Any]) -> PatchingResult:
 
 
 def _engine_options(words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of ``LLM`` that options of vLLM's engine stand for."""
+    """Return the arguments of ``LLM`` for options of vLLM's engine."""
     if not words:
         return {}
     from vllm_steer.compat.internals import EngineArgs, FlexibleArgumentParser

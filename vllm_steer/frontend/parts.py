@@ -133,7 +133,7 @@ class PartMarkers:
         return self._roles(tokenizer).ends.get("assistant", next(iter(end_of_text(tokenizer)), NO_TOKEN))
 
     def _roles(self, tokenizer: Any) -> RoleTokens:
-        """Return the tokens of the chat template; only those of the tokenizer if its template cannot be read."""
+        """Return the tokens of the chat template, or the tokenizer's own if its template cannot be read."""
         if self._role_tokens is None:
             try:
                 self._role_tokens = self._read_roles(tokenizer, "")

@@ -59,7 +59,7 @@ def drain_of(app: FastAPI) -> Drain | None:
 def shutdown(original: Callable[..., None], engine_client: Any, timeout: float | None = None) -> None:
     """Run ``AsyncLLM.shutdown`` when the requests of this process have ended, or shortly before ``timeout``.
 
-    vLLM calls it in a thread when the process is told to end, and again in the event loop, which must not wait.
+    vLLM calls it in a thread when the process gets SIGTERM, and again in the event loop, which must not wait.
     """
     drain: Drain | None = getattr(engine_client, _STATE, None)
     if drain is None or drain.draining or not timeout or _in_event_loop():

@@ -53,7 +53,7 @@ class Head(Protocol):
 
     @property
     def activation(self) -> Activation | None:
-        """What is done with the products; None for logits, of which log-probabilities are recorded."""
+        """Function applied to the products; None for logits, of which log-probabilities are recorded."""
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -99,7 +99,7 @@ class LensHead:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the readouts of some rows are recorded.
+    """Places in which the readouts of some rows are recorded.
 
     Attributes:
         token: ``[rows]`` int64, the token of each row.

@@ -118,7 +118,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             tl.debug_barrier()
             computed = tl.load(replayed + token) == 0
             if code == _READ:
-                # What the model goes on with.
+                # The model goes on with this row.
                 seen = x.to(target.dtype.element_ty).to(tl.float32)
                 score = tl.sum(seen * v, axis=0)
                 if second_number >= 2.0:

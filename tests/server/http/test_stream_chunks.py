@@ -131,6 +131,12 @@ def test_parallel_tool_calls_are_filtered() -> None:
 def test_fields_that_the_serving_code_gives(serving: Any, names: dict[str, str]) -> None:
     """Catches a version of vLLM that gives or reads a field that our classes do not have."""
     tree = ast.parse(inspect.getsource(serving))
+    read = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "delta_message"
+    }
+    assert not {name for name in read if not hasattr(ours.ChatDelta(content="a"), name)}
     found: dict[str, set[str]] = {name: set() for name in names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:

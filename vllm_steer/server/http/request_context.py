@@ -63,7 +63,7 @@ class RequestContext:
     prompt_len: int | None = None
     """Token count of the prompt whose sampling parameters are created next; None if unknown."""
     prompt: Mapping[str, Any] | None = None
-    """That prompt as vLLM gives it to the engine; None if unknown."""
+    """The prompt of ``prompt_len`` as vLLM gives it to the engine; None if unknown."""
     input_processor: Any = None
     """The engine's input processor, which has the tokenizer; None if unknown."""
     own: tuple[Mapping[str, Any], Mapping[str, bytes]] | None = None

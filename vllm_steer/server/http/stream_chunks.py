@@ -58,6 +58,10 @@ class ChatDelta(msgspec.Struct, kw_only=True):
         """No tool calls: parsers make the deltas that have some."""
         return []
 
+    @property
+    def reasoning(self) -> None:
+        """No reasoning, for the log of ``--enable-log-outputs``."""
+
 
 class ChatChoice(_Choice, kw_only=True):
     """A choice of a chat completion's chunk (vLLM's ``ChatCompletionResponseStreamChoice``)."""
