@@ -97,7 +97,10 @@ def make_context(consumers: Mapping[str, Any] | None = None) -> EngineContext:
 
 def measure(fields: Callable[[int], dict[str, Any]], context: EngineContext, *, http: bool = False) -> float:
     """Return the milliseconds per request, with the fields of a body if ``http``."""
-    processor = SimpleNamespace(_steering_context=context)
+    vllm_config = SimpleNamespace(
+        speculative_config=None, lora_config=None, scheduler_config=SimpleNamespace(max_num_batched_tokens=8192)
+    )
+    processor = SimpleNamespace(_steering_context=context, vllm_config=vllm_config)
     encoder = MsgpackEncoder()
     spent: list[float] = []
     for i in range(REQUESTS):

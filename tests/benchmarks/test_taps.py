@@ -34,7 +34,9 @@ def test_variants_compile_with_their_options(monkeypatch: pytest.MonkeyPatch, ta
         if name == "none":
             assert (tap_kernel._overlaps, tap_kernel._CACHE_HINT) == before
             return
-        tap_kernel.launch_tap(torch.zeros(4, HIDDEN, dtype=torch.bfloat16), None, tables.head_column(0), tables)
+        tap_kernel.launch_tap(
+            torch.zeros(4, HIDDEN, dtype=torch.bfloat16), None, tables.head_column(3 * LAYERS - 1), tables
+        )
     assert (tap_kernel._overlaps, tap_kernel._CACHE_HINT) == before
     assert ("griddepcontrol.wait" in found.assembly[0]) == ("no overlap" not in name)
     assert ("evict_last" in found.assembly[0]) == ("no hint" not in name)

@@ -15,6 +15,7 @@ from vllm_steer.engine.head_readouts import HeadReadouts
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.taps.assignment import BatchLayout
+from vllm_steer.taps.ops import DeviceOps
 from vllm_steer.taps.tables import Tables
 
 LAYERS, POINTS, HIDDEN = 4, 3, 8
@@ -45,7 +46,7 @@ def ready(readouts: dict[str, Any], tokens: int = 3, *, speculative: bool) -> tu
 def test_other_ranks_have_no_autoencoders(speculative: bool) -> None:
     """Catches a rank that looks for an autoencoder that only the first rank has, which ends the engine."""
     store, batch = ready({"topics": {"sae": "tiny", "top_k": 2, **SITE}}, speculative=speculative)
-    heads = HeadReadouts(store, {}, enabled=False, speculative=speculative)
+    heads = HeadReadouts(store, {}, DeviceOps(), enabled=False, speculative=speculative)
     for _ in range(2):
         heads.plan(batch, np.array([0]))
         heads.run()
@@ -60,10 +61,10 @@ def test_other_ranks_run_collective_heads() -> None:
     class Lens:
         collective, num_outputs, num_bytes, tensors = True, 10, 0, ()
 
-        def outputs(self, rows: torch.Tensor) -> None:
+        def products(self, rows: torch.Tensor) -> None:
             called.append(len(rows))
 
-    heads = HeadReadouts(store, {"lens": Lens()}, enabled=False, speculative=False)  # type: ignore[dict-item]
+    heads = HeadReadouts(store, {"lens": Lens()}, DeviceOps(), enabled=False, speculative=False)  # type: ignore[dict-item]
     heads.plan(batch, np.array([0]))
     heads.run()
     assert called == [3]
@@ -73,4 +74,4 @@ def test_the_first_rank_reports_a_missing_head() -> None:
     """Catches readouts that are silently left out on the rank that returns them."""
     store, batch = ready({"topics": {"sae": "tiny", "top_k": 2, **SITE}}, speculative=False)
     with pytest.raises(KeyError, match="sae:tiny"):
-        HeadReadouts(store, {}, enabled=True, speculative=False).plan(batch, np.array([0]))
+        HeadReadouts(store, {}, DeviceOps(), enabled=True, speculative=False).plan(batch, np.array([0]))

@@ -122,7 +122,7 @@ MISUSES: dict[str, tuple[dict[str, Any], str, str]] = {
                "steering[0].when.window", "after the forward pass"),
     "cosine": ({"readouts": {"r": {**NAMED, "cosine": True}}}, "readouts.r.cosine", "omit it"),
     "one projection": ({"readouts": {"r": {"projections": ["deep/relu"], "point": "post_block", "layer": 1}}},
-                       "readouts.r.projections", "deep/relu has a hidden layer"),
+                       "readouts.r.projections[0]", "deep/relu has a hidden layer"),
     "projections": ({"readouts": {"r": {"projections": ["deep/flat", "deep/relu"], "point": "post_block", "layer": 1}}},
                     "readouts.r.projections[1]", "deep/relu has a hidden layer"),
     "capture": ({"capture": {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["deep/relu"]}}}},

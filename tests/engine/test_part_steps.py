@@ -16,6 +16,7 @@ from vllm_steer.frontend.parts import PartMarkers, bind_request
 from vllm_steer.program.dynamic import PART
 from vllm_steer.taps import dynamic
 from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
+from vllm_steer.taps.ops import DeviceOps
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
@@ -52,7 +53,7 @@ def test_parts_and_probes_step_by_step() -> None:
     assert resolved.dynamic is not None
     layout = resolved.dynamic.layout
     ((head, _),) = resolved.token_programs[0].heads
-    heads = HeadReadouts(store, {}, enabled=False, speculative=False)
+    heads = HeadReadouts(store, {}, DeviceOps(), enabled=False, speculative=False)
     position, inside, last, seen = 0, False, None, set()
     for count in (2, *[1] * (len(TOKENS) - 2)):
         batch = BatchLayout(

@@ -24,7 +24,8 @@ class Runner:
         sets = SimpleNamespace(
             compile_untapped=lambda *given: compiled.extend(given), restore_model=lambda: self.ran.append("rest")
         )
-        self.steering = SimpleNamespace(graph_sets=sets, begin_idle_step=lambda: self.ran.append("idle"))
+        heads = SimpleNamespace(warm_up=lambda: None)
+        self.steering = SimpleNamespace(heads=heads, graph_sets=sets, begin_idle_step=lambda: self.ran.append("idle"))
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
         self.ran.append(("profile", randomize_inputs))

@@ -21,7 +21,7 @@ pytest.importorskip("zstandard")
     [
         (lens, lens.VllmLensMiddleware, {"extra_args": {"apply_steering_vectors": [{}]}}, "steering", "read_keys"),
         (lens, lens.VllmLensMiddleware, {"vllm_xargs": {"output_residual_stream": [1]}}, "capture", "read_keys"),
-        (rhizonymph, rhizonymph.RhizonymphMiddleware, {"patch_sites": [{}]}, "steering", "translate_fields"),
+        (rhizonymph, rhizonymph.RhizonymphMiddleware, {"patch": [{}]}, "steering", "translate_fields"),
     ],
 )  # fmt: skip
 async def test_rights_are_checked_before_a_body_is_translated(

@@ -209,9 +209,8 @@ class HeadReadouts:
         for name, head in self.heads.items():
             try:
                 self._ops.warm_up_head(head)
-            except (
-                Exception
-            ) as failure:  # the methods belong to the model; the self-check refuses the lens, with the reason
+            # The methods belong to the model; the self-check refuses the lens, with the reason.
+            except Exception as failure:
                 logger.debug("The head %s cannot be run on rows: %s", name, failure)
 
     def run(self) -> None:

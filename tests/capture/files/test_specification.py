@@ -19,7 +19,8 @@ from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.capture.files.rotation import ROTATION_LIMITS
 
 PAGE = read("docs/reference/capture-files.md")
-COMMON = set(RequestEntry.__struct_fields__)
+COMMON = set(RequestEntry.__struct_fields__) - {"sites"}
+"""Properties in files of each format; the sites have other properties in each."""
 
 
 def documented_names(header: str) -> set[str]:

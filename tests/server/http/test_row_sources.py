@@ -66,7 +66,7 @@ def test_rows_of_other_positions(store: CaptureStore) -> None:
     assert np.array_equal(resolve(store, {**named, "positions": [3, 0]}), ROWS[[3, 0]].numpy())
     assert np.array_equal(resolve(store, {**named, "positions": [-1]}, tokens=[0]), ROWS[3].numpy())
     assert np.array_equal(resolve(store, {**named, "positions": [2, 1, 0]}, tokens=[[5, 8]]), ROWS[[2, 1, 0]].numpy())
-    for positions, tokens in (([1], [1, 2]), ([1, 9], [1, 2]), ([1], "prompt"), ([1], [-1]), ("x", [1]), ([1], None)):
+    for positions, tokens in (([1], [1, 2]), ([1, 9], [1, 2]), ([1], "prompt"), ("x", [1]), ([1], None)):
         with pytest.raises(SteeringError, match="positions"):
             resolve(store, {**named, "positions": positions}, tokens=tokens)
     with pytest.raises(SteeringError, match="position -20 is outside of the captured prompt of 4 tokens"):
@@ -96,9 +96,13 @@ def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
         with pytest.raises(SteeringError, match=message) as refused:
             resolve(given, vector)
         assert refused.value.field.startswith("steering[0].vector")
-    for kind, message in (("replace", "write the edit as a plain dict"), ("add", "only replace takes stored rows")):
+    for kind, vector, message in (
+        ("replace", {"module": "a/b"}, "write the edit as a plain dict"),
+        ("add", {"module": "a/b"}, "write the edit as a plain dict"),
+        ("add", {"capture": "x"}, "only replace takes stored rows"),
+    ):
         with pytest.raises(SteeringError, match=message):
-            Edit(kind=kind, point="post_block", layers=1, vector={"module": "a/b"})
+            Edit(kind=kind, point="post_block", layers=1, vector=vector)
 
 
 def test_the_option_store() -> None:
