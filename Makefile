@@ -9,7 +9,7 @@ PYTEST := $(HERE) $(PYTHON_HERE) -m pytest -q
 IN_PARALLEL := -n 2 --dist loadfile
 # Folders of tests that start no engine, except for tests/server/auth/test_server.py.
 FAST := tests/demo tests/metrics tests/models tests/program tests/registry tests/repo \
-	tests/server/auth tests/server/http tests/server/quota tests/spec tests/taps
+	tests/server/auth tests/server/http tests/server/quota tests/request tests/taps
 
 # What has to pass on every supported version of vLLM.
 VERSION_TIER := tests/compat $(patsubst %,tests/engine/test_%.py,off cache capture mixing gates readouts replace live) \
@@ -31,7 +31,7 @@ setup:  ## create .venv (PYTHON=... selects the Python, LANE=cuda the GPU build)
 demo: setup  ## steer the demo model, offline, on the CPU
 	@$(HERE) $(PYTHON_HERE) demo/run.py
 
-test: setup  ## run the tests that CI runs (ARGS="tests/spec -x" selects some)
+test: setup  ## run the tests that CI runs (ARGS="tests/request -x" selects some)
 	@$(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
 
 test-fast: setup  ## run the tests that start no engine

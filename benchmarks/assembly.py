@@ -42,7 +42,7 @@ from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Tr
 from vllm_steer.engine.model_output import ROWS_ATTRIBUTE
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.program import compile_program, resolve
-from vllm_steer.spec import CaptureSpec, Projection
+from vllm_steer.request import CaptureSpec, Projection
 
 LAYERS, HIDDEN, REQUESTS, STEPS = 32, 4096, 64, 50
 FINISHED, ROUNDS = 256, 5

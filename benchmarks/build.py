@@ -21,14 +21,14 @@ PACKAGE = ROOT / "vllm_steer"
 RESULTS = ROOT / "benchmarks" / "results"
 COMMIT_VARIABLE = "VLLM_STEER_BENCHMARK_COMMIT"
 """Environment variable with the commit of a tree that is not a git repository, such as a copy on a GPU host."""
-SPLIT = ("compat", "models")
+SPLIT = ("compat", "models", "plugin")
 """Subpackages of which each module also has a digest, because most of their modules do not run in a step."""
 
-_WRAPS = tuple(f"compat/{name}.py" for name in ("layers", "plugin", "wraps"))
+_WRAPS = ("compat/wraps.py", "plugin/entry_point.py", "plugin/user_hooks.py")
 _INSTALLED = tuple(f"models/{name}.py" for name in ("final_norm", "install", "loops", "reduced_norm"))
 _STEP = ("taps", "engine", "config", *_WRAPS, *_INSTALLED)
 _CAPTURED = (*_STEP, "program", "capture")
-_FRONT_END = ("spec", "params", "program", "frontend", "compat/front_end.py", "compat/request_state.py")
+_FRONT_END = ("request", "params", "program", "frontend", "plugin/front_end.py", "plugin/request_state.py")
 DEPENDS_ON: Mapping[str, tuple[str, ...]] = {
     "idle steps": _STEP,
     "steered steps": (*_STEP, "program"),
@@ -38,7 +38,7 @@ DEPENDS_ON: Mapping[str, tuple[str, ...]] = {
     "row copies": ("engine",),
     "compiled taps": ("taps", *_INSTALLED),
     "requests": _FRONT_END,
-    "outputs": ("frontend", "capture", "compat/front_end.py", "compat/request_state.py"),
+    "outputs": ("frontend", "capture", "plugin/front_end.py", "plugin/request_state.py"),
     "captured rows": ("capture",),
     "server": (*_CAPTURED, *_FRONT_END, "server", "metrics"),
     "patching": (*_CAPTURED, *_FRONT_END, "patching"),

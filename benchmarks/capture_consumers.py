@@ -34,7 +34,7 @@ from vllm_steer.capture import CapturedRequest, SiteRows
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.capture.files.rotation import ROTATION_LIMITS
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.request import CaptureSpec
 
 HIDDEN = 4096
 RESULTS = Path(__file__).parent / "results" / "capture-consumers.json"

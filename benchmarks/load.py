@@ -32,7 +32,7 @@ import vllm
 
 from benchmarks.build import identity
 from benchmarks.server_process import ServerProcess
-from vllm_steer.spec import pack_vector
+from vllm_steer.request import pack_vector
 
 DEMO = Path(__file__).parents[1] / "demo" / "model"
 MODEL, HIDDEN, LAYERS = ServerProcess.model_name, 256, 6

@@ -39,7 +39,7 @@ def measure(case: str, kind: str, pipe: Any) -> None:
         from vllm import SamplingParams
     else:
         from vllm_steer import SamplingParams
-        from vllm_steer.compat.plugin import wrap_front_end
+        from vllm_steer.plugin.entry_point import wrap_front_end
 
         wrap_front_end()
         fields = {

@@ -242,7 +242,7 @@ async def measure(way: str, folder: Path, found: dict[str, Any]) -> None:
     from benchmarks.serve import make_module, save_model
 
     if way != "stock":
-        from vllm_steer.compat.plugin import register
+        from vllm_steer.plugin.entry_point import register
 
         register()
     model = folder / "model"

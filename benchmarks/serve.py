@@ -58,7 +58,7 @@ def make_ways(hidden: int, layer: int) -> dict[str, dict[str, Any]]:
     """Return the additional fields of each request by way; a vector so small that tokens rarely change."""
     import numpy as np
 
-    from vllm_steer.spec import pack_vector
+    from vllm_steer.request import pack_vector
 
     vector = 1e-9 * np.random.default_rng(0).standard_normal(hidden).astype("f4")
     hooks = {"hooks": {"post_block": [layer]}, "positions": "all_generated"}

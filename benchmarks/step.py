@@ -53,7 +53,7 @@ from vllm_steer.params import PROGRAM_KEY
 from vllm_steer.points import points_on
 from vllm_steer.program import TableAllocator, compile_program
 from vllm_steer.program.program_files import MIN_PROGRAM_BYTES
-from vllm_steer.spec import parse_capture, parse_fields
+from vllm_steer.request import parse_capture, parse_fields
 from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.ops import DeviceOps
 from vllm_steer.taps.projection import products_at

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 from openai import OpenAI
 
-from vllm_steer.spec import pack_vector
+from vllm_steer.request import pack_vector
 
 START_SECONDS = 180
 

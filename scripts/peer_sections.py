@@ -12,7 +12,7 @@ from measured import RESULTS
 from steps_page import MakeTable
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of
+from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS, problem_of
 
 REFERENCE = "HF Transformers"
 TASKS = {

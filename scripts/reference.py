@@ -29,6 +29,11 @@ from vllm_steer.metrics.definitions import METRICS, Metric
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MLP_MIX, Recipe
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
+from vllm_steer.request import KINDS
+from vllm_steer.request.capture_form import CaptureForm
+from vllm_steer.request.edit import EditForm
+from vllm_steer.request.json_schema import json_schema
+from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.flags import POLICY, POLICY_HELP
 from vllm_steer.server.http.error_response import ERRORS
@@ -39,11 +44,6 @@ from vllm_steer.server.routes import capabilities, captures, live, patch
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
 from vllm_steer.site_names import FOREIGN_NAMES, ForeignName
-from vllm_steer.spec import KINDS
-from vllm_steer.spec.capture_form import CaptureForm
-from vllm_steer.spec.edit import EditForm
-from vllm_steer.spec.json_schema import json_schema
-from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"

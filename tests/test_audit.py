@@ -23,6 +23,7 @@ from vllm_steer import audit
 from vllm_steer.frontend.live import LiveSample
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.request import pack_vector
 from vllm_steer.server.auth.current_key import use_key
 from vllm_steer.server.auth.key_file import edit_keys
 from vllm_steer.server.auth.key_file_watcher import KeyFileWatcher
@@ -31,7 +32,6 @@ from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.running_requests import RunningRequest, RunningRequests
 from vllm_steer.server.routes import live
 from vllm_steer.server.routes.modules import add_module_routes, make_router
-from vllm_steer.spec import pack_vector
 
 BASE = {"post_block": {"1": pack_vector(vector(0))}}
 OTHER = {"post_block": {"1": pack_vector(vector(1))}}

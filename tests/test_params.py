@@ -12,7 +12,6 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_steer.compat.plugin import register
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import (
     IDLE_KEY,
@@ -22,7 +21,8 @@ from vllm_steer.params import (
     refuse_assigned_fields,
     set_live_id,
 )
-from vllm_steer.spec.vector import content_digest
+from vllm_steer.plugin.entry_point import register
+from vllm_steer.request.vector import content_digest
 
 
 @pytest.mark.parametrize(

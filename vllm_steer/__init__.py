@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from vllm_steer.capture.results import CapturedRequest, CaptureResult
     from vllm_steer.client import AsyncClient, Client, ServerError
     from vllm_steer.client.responses import Completion
-    from vllm_steer.compat.names import install
-    from vllm_steer.compat.request_state import CapacityError
     from vllm_steer.config import SteeringConfig, engine_kwargs
     from vllm_steer.errors import IncompatibleError, SteeringError
     from vllm_steer.frontend.controllers import ControlledRequest, Controller
     from vllm_steer.frontend.user_hooks import HookHandle
     from vllm_steer.llm import LLM
     from vllm_steer.params import SamplingParams
+    from vllm_steer.plugin.request_state import CapacityError
+    from vllm_steer.plugin.vllm_names import install
     from vllm_steer.registry.registry import SteeringRegistry
+    from vllm_steer.request import CaptureSpec, Edit
+    from vllm_steer.request.projection import Projection
+    from vllm_steer.request.selector import Selector
     from vllm_steer.site_names import site
-    from vllm_steer.spec import CaptureSpec, Edit
-    from vllm_steer.spec.projection import Projection
-    from vllm_steer.spec.selector import Selector
     from vllm_steer.taps.user_hooks import HookedRows
 
 __all__ = [
@@ -74,8 +74,8 @@ _MODULES = {
     "AsyncLLM": "vllm_steer.async_llm",
     "LLM": "vllm_steer.llm",
     "SamplingParams": "vllm_steer.params",
-    "CaptureSpec": "vllm_steer.spec",
-    "Edit": "vllm_steer.spec",
+    "CaptureSpec": "vllm_steer.request",
+    "Edit": "vllm_steer.request",
     "HiddenStates": "vllm_steer.capture.hidden_states",
     "HookHandle": "vllm_steer.frontend.user_hooks",
     "HookedRows": "vllm_steer.taps.user_hooks",
@@ -93,12 +93,12 @@ _MODULES = {
     "ControlledRequest": "vllm_steer.frontend.controllers",
     "Controller": "vllm_steer.frontend.controllers",
     "open_captures": "vllm_steer.capture.files.reader",
-    "CapacityError": "vllm_steer.compat.request_state",
-    "install": "vllm_steer.compat.names",
+    "CapacityError": "vllm_steer.plugin.request_state",
+    "install": "vllm_steer.plugin.vllm_names",
     "Completion": "vllm_steer.client.responses",
     "IncompatibleError": "vllm_steer.errors",
-    "Projection": "vllm_steer.spec.projection",
-    "Selector": "vllm_steer.spec.selector",
+    "Projection": "vllm_steer.request.projection",
+    "Selector": "vllm_steer.request.selector",
     "SteeringRegistry": "vllm_steer.registry.registry",
     "site": "vllm_steer.site_names",
 }

@@ -24,7 +24,7 @@ from vllm_steer.frontend.controllers import read_controller
 from vllm_steer.frontend.live import samples_of, set_strength
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
-from vllm_steer.spec.references import Reference
+from vllm_steer.request.references import Reference
 
 T = TypeVar("T")
 

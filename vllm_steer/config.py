@@ -18,11 +18,11 @@ from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_SAES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
-from vllm_steer.spec.arguments import describe_arguments
-from vllm_steer.spec.feature import ANY_SITE_FLAG
-from vllm_steer.spec.part import read_parts
-from vllm_steer.spec.references import read_name
-from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
+from vllm_steer.request.arguments import describe_arguments
+from vllm_steer.request.feature import ANY_SITE_FLAG
+from vllm_steer.request.part import read_parts
+from vllm_steer.request.references import read_name
+from vllm_steer.request.scalars import did_you_mean, read_choice, shown
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"

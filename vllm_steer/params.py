@@ -25,7 +25,7 @@ from vllm_steer.program import Program, compile_program
 from vllm_steer.program.compiler import strength_of
 from vllm_steer.program.dynamic import SAE_PREFIX
 from vllm_steer.program.program_files import ProgramFileCache, fetch_program
-from vllm_steer.spec import (
+from vllm_steer.request import (
     CaptureSpec,
     NamedProjection,
     Reference,
@@ -35,18 +35,18 @@ from vllm_steer.spec import (
     parse_references,
     parse_stops,
 )
-from vllm_steer.spec.condition import STOP_FIELD
-from vllm_steer.spec.counts import check_counts
-from vllm_steer.spec.fields import parse_fields_with_paths
-from vllm_steer.spec.readout import READOUTS_FIELD
-from vllm_steer.spec.references import MODULES_FIELD
-from vllm_steer.spec.scalars import did_you_mean
-from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of
-from vllm_steer.spec.vector import content_digest
+from vllm_steer.request.condition import STOP_FIELD
+from vllm_steer.request.counts import check_counts
+from vllm_steer.request.fields import parse_fields_with_paths
+from vllm_steer.request.readout import READOUTS_FIELD
+from vllm_steer.request.references import MODULES_FIELD
+from vllm_steer.request.scalars import did_you_mean
+from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS, problem_of
+from vllm_steer.request.vector import content_digest
 
 if TYPE_CHECKING:
-    from vllm_steer.spec import Edit
-    from vllm_steer.spec.vector import VectorInput
+    from vllm_steer.request import Edit
+    from vllm_steer.request.vector import VectorInput
 
 PROGRAM_KEY = "steer"
 CAPTURE_KEY = "steer_capture"

@@ -8,7 +8,7 @@ import torch
 
 from vllm_steer.capture import CapturedRequest, SiteRows
 from vllm_steer.capture.files.reader import StoredRequest
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.request import CaptureSpec
 
 SITES = (("pre_attn", 0), ("post_block", 0), ("post_block", 3))
 

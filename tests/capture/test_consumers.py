@@ -26,7 +26,7 @@ from vllm_steer.capture.consumers import (
 )
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.request import CaptureSpec
 
 
 class CustomConsumer(Consumer):

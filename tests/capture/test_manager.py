@@ -27,8 +27,8 @@ from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.row_assembler import RowChunk
 from vllm_steer.log import LimitedLog
 from vllm_steer.metrics.collectors import start
+from vllm_steer.request import CaptureSpec
 from vllm_steer.server.http.result_waiter import wait_for
-from vllm_steer.spec import CaptureSpec
 
 SPEC = CaptureSpec(hooks={"post_block": [0]})
 TO_FILE = (("filesystem", SPEC),)

@@ -12,7 +12,7 @@ import torch
 from tests.tiny import HIDDEN, LAYERS, code_of
 from vllm_steer.capture import row_assembler
 from vllm_steer.capture.row_assembler import RowAssembler, RowChunk
-from vllm_steer.spec import CaptureSpec, Projection
+from vllm_steer.request import CaptureSpec, Projection
 
 
 @pytest.mark.failure(9)

@@ -11,7 +11,7 @@ from vllm_steer.capture.consumers import make_consumer
 from vllm_steer.capture.row_assembler import RowAssembler, RowChunk
 from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream, merge_deltas
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.request import CaptureSpec
 
 SITE = ("post_block", 1)
 SPEC = CaptureSpec(hooks={"post_block": [1]}, positions="all")

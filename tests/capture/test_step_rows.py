@@ -14,7 +14,7 @@ from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptur
 from vllm_steer.capture.step_rows import StepRows, decode_row_index
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
 from vllm_steer.program import Resolved, compile_program, resolve
-from vllm_steer.spec import CaptureSpec, Projection
+from vllm_steer.request import CaptureSpec, Projection
 
 HIDDEN, LAYERS, PROMPT = 16, 3, 4
 RNG = np.random.default_rng(5)

@@ -28,7 +28,7 @@ BASES = (
     ("engine/runner_v2.py", "SteeringModelState", "vllm.v1.worker.gpu.model_states.interface:ModelState"),
     ("engine/worker.py", "SteeringWorker", "vllm.v1.worker.gpu_worker:Worker"),
     ("engine/executor.py", "SteeringExecutor", "vllm.v1.executor.multiproc_executor:MultiprocExecutor"),
-    ("compat/request_state.py", "SteeredRequestState", "vllm.v1.engine.output_processor:RequestState"),
+    ("plugin/request_state.py", "SteeredRequestState", "vllm.v1.engine.output_processor:RequestState"),
 )
 
 

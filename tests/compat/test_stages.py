@@ -39,12 +39,12 @@ def overriding_classes() -> dict[Any, Any]:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
     from vllm.v1.worker.gpu_worker import Worker
 
-    from vllm_steer.compat.request_state import SteeredRequestState
     from vllm_steer.engine.executor import RowAggregator, RowsOfAllStages
     from vllm_steer.engine.runner_v1 import SteeringRunnerV1
     from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
     from vllm_steer.engine.scheduler import SteeringSchedulerMixin
     from vllm_steer.engine.worker import SteeringWorker
+    from vllm_steer.plugin.request_state import SteeredRequestState
 
     return {
         SteeredRequestState: RequestState,

@@ -20,7 +20,7 @@ from tests.docs.markdown import links
 from tests.docs.runner import ENGINE_ENVIRONMENT
 from tests.repo.tree import ROOT, files, read
 from vllm_steer.capture.results import CapturedRequest, SiteRows
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.request import CaptureSpec
 
 EXAMPLES = ROOT / "examples"
 

@@ -19,10 +19,10 @@ from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
 from vllm_steer.config import SWITCHES
 from vllm_steer.patching.request import check_fields
+from vllm_steer.request import parse_capture
+from vllm_steer.request.capture_source import StoredRowsForm
 from vllm_steer.server.http.row_sources import take_store_option
 from vllm_steer.server.routes.capabilities import ROUTE
-from vllm_steer.spec import parse_capture
-from vllm_steer.spec.capture_source import StoredRowsForm
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_servers_flags_are_understood(tmp_path: Path, monkeypatch: pytest.Monkey
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_steer.compat.plugin import register
+    from vllm_steer.plugin.entry_point import register
 
     register()
     monkeypatch.chdir(tmp_path)
@@ -85,7 +85,7 @@ def test_every_flag_that_is_named_is_one() -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_steer.compat.plugin import register
+    from vllm_steer.plugin.entry_point import register
 
     register()
     known = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)

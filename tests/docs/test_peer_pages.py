@@ -15,7 +15,7 @@ from vllm_steer.peers.transformer_lens.refused import REFUSED as TRANSFORMER_LEN
 from vllm_steer.peers.vllm_lens.keys import REFUSED_KEYS
 from vllm_steer.peers.vllm_lens.refused import CLIENT_ARGUMENTS, LLM_METHODS
 from vllm_steer.peers.vllm_lens.refused import NAMES as LENS_NAMES
-from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of
+from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS, problem_of
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.docs.markdown import Block, blocks
 from tests.docs.runner import blocks_of, run_python, run_with_fake_curl
 from tests.repo.tree import ROOT, read
 from vllm_steer.points import points_on
-from vllm_steer.spec import parse_fields
+from vllm_steer.request import parse_fields
 
 README, INSTALL, STEERING = "README.md", "docs/guides/install.md", "docs/guides/steering.md"
 PAGES = (README, INSTALL, STEERING, "CONTRIBUTING.md")

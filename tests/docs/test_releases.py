@@ -49,7 +49,7 @@ def test_helm_values_have_valid_flags(tmp_path: Path, monkeypatch: pytest.Monkey
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_steer.compat.plugin import register
+    from vllm_steer.plugin.entry_point import register
 
     register()
     for name in (CONSUMERS_VARIABLE, REGISTRY_VARIABLE):

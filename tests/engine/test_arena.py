@@ -15,7 +15,7 @@ from tests.engine import scheduler_harness
 from tests.tiny import direction
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter, block_ahead, unsplit_spans
 from vllm_steer.program import Resolved, compile_program, resolve
-from vllm_steer.spec import parse_capture
+from vllm_steer.request import parse_capture
 
 LAYERS, EVERY = 4, 12
 """Rows of a token that is captured at every site."""

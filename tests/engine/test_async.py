@@ -19,10 +19,10 @@ from vllm.sampling_params import RequestOutputKind
 from tests.engine.captures import capture
 from tests.tiny import direction
 from vllm_steer import AsyncLLM, SamplingParams, SteeringError, engine_kwargs, open_captures
-from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.params import FILE_KEY
 from vllm_steer.peers.probe_hook import AsyncLLM as ProbingLLM
+from vllm_steer.plugin.request_state import CapacityError
 from vllm_steer.program import program_files
 from vllm_steer.registry.module import parse_module
 from vllm_steer.registry.module_files import write_module

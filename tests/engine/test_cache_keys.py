@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from tests.engine import scheduler_harness
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.program import compile_program, resolve
-from vllm_steer.spec import Edit
+from vllm_steer.request import Edit
 
 BLOCK, LAYERS = 4, 3
 HASH = get_hash_fn_by_name("sha256")

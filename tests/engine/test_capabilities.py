@@ -17,7 +17,7 @@ from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.context import NO_ROWS_OF_EARLIER_STAGES
 from vllm_steer.params import program_of
 from vllm_steer.program import Program, TableAllocator, compile_program, resolve
-from vllm_steer.spec import parse_capture, parse_readouts
+from vllm_steer.request import parse_capture, parse_readouts
 
 
 def test_rejects_captures_beyond_the_budget() -> None:

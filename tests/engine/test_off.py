@@ -67,7 +67,7 @@ def test_plain_requests_use_vllm_methods(llm: Any) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import RequestState
 
-    from vllm_steer.compat.request_state import SteeredRequestState
+    from vllm_steer.plugin.request_state import SteeredRequestState
 
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
     states = engine.output_processor.request_states

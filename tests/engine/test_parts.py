@@ -21,7 +21,7 @@ from vllm_steer import SteeringError
 from vllm_steer.engine.record_keeper import RecordKeeper
 from vllm_steer.frontend.context import engine_context
 from vllm_steer.frontend.roles import RoleTokens
-from vllm_steer.spec.part import ROLES
+from vllm_steer.request.part import ROLES
 from vllm_steer.taps import dynamic
 
 GENERATED = 24

@@ -15,7 +15,7 @@ from tests.tiny import HIDDEN
 from vllm_steer.engine.model_output import rows_of
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.row_sender import RowSender
-from vllm_steer.spec import Projection
+from vllm_steer.request import Projection
 
 SITES = {"hooks": {"post_block": [0, 2], "pre_attn": [1]}, "positions": "all"}
 EDIT = [{"kind": "add", "point": "pre_attn", "layers": 1, "vector": [3.0] * HIDDEN}]

@@ -23,14 +23,14 @@ from tests.tiny import code_of
 from vllm_steer import ControlledRequest, Controller, Edit, SamplingParams
 from vllm_steer.capture.row_payload import RECORDS, ROWS_REQUEST_ID, encode_step
 from vllm_steer.capture.step_rows import RowIndex, StepRows
-from vllm_steer.compat.plugin import wrap_front_end
-from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend import context as contexts
 from vllm_steer.frontend.controller_runner import ControllerRunner
 from vllm_steer.frontend.live import EndedRequestError
 from vllm_steer.frontend.requests import complete_params
 from vllm_steer.params import program_of
+from vllm_steer.plugin.entry_point import wrap_front_end
+from vllm_steer.plugin.request_state import CapacityError
 from vllm_steer.program.dynamic import stop_reason
 from vllm_steer.server.http.readout_feed import ReadoutFeed
 from vllm_steer.server.http.schemas import TraceForm

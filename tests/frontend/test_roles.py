@@ -15,7 +15,7 @@ from vllm_steer import Edit, SamplingParams, SteeringError
 from vllm_steer.frontend.parts import PartMarkers, bind_request
 from vllm_steer.frontend.roles import read_role_tokens
 from vllm_steer.params import program_of
-from vllm_steer.spec.selector import OPEN_END
+from vllm_steer.request.selector import OPEN_END
 
 MESSAGES = [
     {"role": "system", "content": "Be\nbrief"},

@@ -183,7 +183,7 @@ def manager(vllm_config: Any) -> Any:
     """Return vLLM's stat logger manager with our logger installed."""
     from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 
-    from vllm_steer.compat.plugin import wrap_front_end
+    from vllm_steer.plugin.entry_point import wrap_front_end
 
     wrap_front_end()
     return StatLoggerManager(vllm_config, engine_idxs=[0], custom_stat_loggers=[LoggingStatLogger])

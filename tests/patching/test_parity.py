@@ -16,7 +16,7 @@ from tests.conformance.hf_reference import Intervention, Reference
 from tests.conformance.model import LAYERS, build, save
 from tests.conformance.zoo import BY_NAME
 from vllm_steer.patching import PatchingStudy
-from vllm_steer.spec.edit import KINDS
+from vllm_steer.request.edit import KINDS
 
 pytestmark = pytest.mark.skipif("replace" not in KINDS, reason="needs the edit replace")
 

@@ -12,7 +12,7 @@ import pytest
 from tests.patching.fake import FakeRunner
 from vllm_steer import SteeringError
 from vllm_steer.patching import PatchingResult, PatchingStudy
-from vllm_steer.spec.edit import KINDS
+from vllm_steer.request.edit import KINDS
 
 pytestmark = pytest.mark.skipif("replace" not in KINDS, reason="needs the edit replace")
 

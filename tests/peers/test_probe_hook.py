@@ -22,7 +22,7 @@ from vllm_steer.peers.probe_hook.options import ProbeOptions, check_global_steer
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.module import parse_module
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.spec import Selector
+from vllm_steer.request import Selector
 
 FLAGS = {
     "include_prefill": False, "include_decode": True, "last_prefill_token": False, "last_decode_token": False,

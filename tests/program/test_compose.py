@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.registry.modules import CAPABILITIES
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program, join, resolve, scaled, with_source
-from vllm_steer.spec import CaptureSpec, Edit
+from vllm_steer.request import CaptureSpec, Edit
 
 
 def edit(seed: int, strength: float = 1.0, **changes: Any) -> Edit:

@@ -10,7 +10,7 @@ import pytest
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program, program, program_cache, resolve
 from vllm_steer.program.program_cache import ProgramCache
-from vllm_steer.spec import CaptureSpec, Edit, content_digest
+from vllm_steer.request import CaptureSpec, Edit, content_digest
 
 
 def made(seed: int) -> Program:

@@ -16,7 +16,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import program_of
 from vllm_steer.program import Program, compile_program, resolve
 from vllm_steer.program.instructions import CODES
-from vllm_steer.spec import CaptureSpec, Edit, parse_readouts
+from vllm_steer.request import CaptureSpec, Edit, parse_readouts
 
 LAYERS = 3
 module = sys.modules[resolve.__module__]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vllm_steer.program import Resolved, TableAllocator, compile_program, resolve
-from vllm_steer.spec import Edit
+from vllm_steer.request import Edit
 
 ROWS, INSTRUCTIONS, VECTORS, MATRIX_ROWS = 5, 12, 7, 7
 

@@ -28,7 +28,7 @@ from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.spec import Projection, Reference, parse_capture
+from vllm_steer.request import Projection, Reference, parse_capture
 
 PROBED = {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["calm/joy", "calm/anger"]}}}
 

@@ -12,7 +12,7 @@ from tests.registry.modules import content, module, vector
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.metadata import MAX_TEXT, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
-from vllm_steer.spec.references import parse_probe, parse_reference, parse_references
+from vllm_steer.request.references import parse_probe, parse_reference, parse_references
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 

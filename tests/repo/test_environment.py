@@ -31,7 +31,7 @@ def test_package_is_installed_at_its_version() -> None:
 def test_vllm_finds_the_plugin() -> None:
     """Catches a missing or wrong entry point, with which every request would run unsteered."""
     (plugin,) = entry_points(group="vllm.general_plugins", name="steering")
-    assert plugin.value == "vllm_steer.compat.plugin:register"
+    assert plugin.value == "vllm_steer.plugin.entry_point:register"
     assert callable(plugin.load())
 
 

@@ -8,7 +8,7 @@ import json
 import numpy as np
 
 from tests.server.server import HIDDEN, LAYERS
-from vllm_steer.spec import pack_vector
+from vllm_steer.request import pack_vector
 
 V = (np.random.default_rng(0).standard_normal(HIDDEN) * 5).astype(np.float32)
 LIST: list[float] = V.tolist()

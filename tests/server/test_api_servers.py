@@ -21,7 +21,7 @@ from tests.server.server import HIDDEN, MODEL, run_server, vllm_command
 from vllm_steer import audit
 from vllm_steer.fs.shared_tempdir import LOCK_FILES
 from vllm_steer.metrics.definitions import METRICS_BY_KEY, PREFIX
-from vllm_steer.spec import pack_vector
+from vllm_steer.request import pack_vector
 
 PROMPT = "Hello there"
 ROWS, CAPTURE_MIB = 32, 8

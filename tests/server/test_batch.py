@@ -21,14 +21,14 @@ from tests.server.http.answers import SPEC, captured, done, finish_samples
 from tests.server.http.test_registry_queries import RemoteStore
 from tests.server.server import HIDDEN, MODEL, environment, vllm_command
 from vllm_steer.capture.files.reader import open_captures
-from vllm_steer.compat.plugin import wrap_front_end
 from vllm_steer.frontend import context as contexts
 from vllm_steer.frontend.reach import Unreached
+from vllm_steer.plugin.entry_point import wrap_front_end
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.storage import MemoryStore
+from vllm_steer.request import Selector
 from vllm_steer.server import batch
 from vllm_steer.server.http.request_context import current_request
-from vllm_steer.spec import Selector
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

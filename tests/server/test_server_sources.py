@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from tests.server.server import HIDDEN, LAYERS
-from vllm_steer.spec import pack_vector
+from vllm_steer.request import pack_vector
 
 CLEAN, CORRUPT = "the cat sat", "the dog sat"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 5}

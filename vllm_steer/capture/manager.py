@@ -27,8 +27,8 @@ from vllm_steer.log import LimitedLog, steering_logger
 from vllm_steer.metrics.consumers import ConsumerMetrics
 from vllm_steer.params import Specs
 from vllm_steer.program import Program, compile_program
-from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
-from vllm_steer.spec.scalars import closest
+from vllm_steer.request import CaptureSpec, NamedProjection, Projection
+from vllm_steer.request.scalars import closest
 
 logger = steering_logger(__name__)
 HUNG_SECONDS = 60.0

@@ -13,7 +13,7 @@ from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.step_rows import IntArray
 from vllm_steer.program import Program
 from vllm_steer.program.dynamic import LENS, STOP_REASON_PREFIX, CompiledReadout
-from vllm_steer.spec.selector import Interval
+from vllm_steer.request.selector import Interval
 
 FloatArray = npt.NDArray[np.float32]
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.request import CaptureSpec
 
 Status = Literal["ok", "partial", "error"]
 Site: TypeAlias = tuple[str, int]

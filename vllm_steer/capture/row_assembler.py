@@ -22,7 +22,7 @@ from vllm_steer.capture.results import Site, SiteRows
 from vllm_steer.capture.row_payload import RECORDS
 from vllm_steer.capture.step_rows import IntArray
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.spec import CaptureSpec, Projection
+from vllm_steer.request import CaptureSpec, Projection
 
 _MAX_LISTED = 3  # sites named in an error text
 _JOINT_BYTES = 64 << 10

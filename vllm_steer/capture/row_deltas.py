@@ -15,7 +15,7 @@ import torch
 
 from vllm_steer.capture.results import Site, SiteRows
 from vllm_steer.capture.row_assembler import RowAssembler
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.request import CaptureSpec
 
 RowDelta: TypeAlias = Mapping[Site, SiteRows]
 

@@ -16,9 +16,9 @@ from typing import Any
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_KEY, PROGRAM_KEY, Specs, capture_specs, encode_specs, program_of
 from vllm_steer.program import compile_program, join
-from vllm_steer.spec import parse_capture
-from vllm_steer.spec.references import SERVER_WIDE_SOURCE
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request import parse_capture
+from vllm_steer.request.references import SERVER_WIDE_SOURCE
+from vllm_steer.request.scalars import shown
 
 FLAG_KEYS = ("hooks", "positions", "before", "dtype")
 """Keys of a server-wide spec."""

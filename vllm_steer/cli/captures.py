@@ -97,7 +97,7 @@ def export(
 ) -> None:
     """Write rows to a .npz or .parquet file."""
     from vllm_steer.capture.files.export import export_npz, export_parquet
-    from vllm_steer.spec.sites import read_site
+    from vllm_steer.request.sites import read_site
 
     exporters = {".npz": (export_npz, "sites"), ".parquet": (export_parquet, "rows")}
     with _plain_errors():

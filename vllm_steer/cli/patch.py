@@ -145,7 +145,7 @@ def _offline(model: str, options: Mapping[str, Any], body: Mapping[str, Any], ou
     from vllm_steer.errors import SteeringError
     from vllm_steer.patching.request import check_fields, read_study
     from vllm_steer.points import OPTIONAL_POINTS
-    from vllm_steer.spec.sites import read_point
+    from vllm_steer.request.sites import read_point
 
     check_fields(body)
     given = body.get("points", ())

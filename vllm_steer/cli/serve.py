@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> None:
         cli_env_setup,
         configure_logging_from_args,
     )
-    from vllm_steer.compat.plugin import register
+    from vllm_steer.plugin.entry_point import register
     from vllm_steer.server.flags import ENABLE
 
     words = ["serve", *arguments]

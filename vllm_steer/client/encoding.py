@@ -12,11 +12,11 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.request import Edit, Reference, Selector, pack_vector, parse_vector
+from vllm_steer.request.matrix import parse_matrix
+from vllm_steer.request.scalars import shown
+from vllm_steer.request.vector import pack_array
 from vllm_steer.site_names import find_foreign_site
-from vllm_steer.spec import Edit, Reference, Selector, pack_vector, parse_vector
-from vllm_steer.spec.matrix import parse_matrix
-from vllm_steer.spec.scalars import shown
-from vllm_steer.spec.vector import pack_array
 
 _LAYER_KEYS = frozenset(("layers", *POINT_NAMES))
 

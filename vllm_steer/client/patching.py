@@ -19,7 +19,7 @@ from vllm_steer.client.responses import Completion, ServerError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
 from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows, join_characters
-from vllm_steer.spec import Edit
+from vllm_steer.request import Edit
 
 if TYPE_CHECKING:
     from vllm_steer.client.sync_client import Client

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine arguments and environment variables that came with a version of vLLM: served, refused, or not yet run.
 
-``python -m vllm_steer.compat diff`` prints the rows of new settings and lists those that have none.
+``python scripts/release_diff.py`` prints the rows of new settings and lists those that have none.
 """
 
 from __future__ import annotations

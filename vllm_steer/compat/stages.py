@@ -66,11 +66,11 @@ _MODEL_STATE = "vllm.v1.worker.gpu.model_states.interface:ModelState"
 _FIELDS = "vllm_steer.server.http.apply_fields"
 _CONTEXT = "vllm_steer.server.http.request_context"
 _CHUNKS = "vllm_steer.server.http.stream_chunks"
-_FRONT_END = "vllm_steer.compat.front_end"
+_FRONT_END = "vllm_steer.plugin.front_end"
 _REQUESTS = "vllm_steer.frontend.requests"
 _MESSAGES = "vllm_steer.frontend.messages"
 _OUTPUTS = "vllm_steer.frontend.outputs"
-_STEERED_STATE = "vllm_steer.compat.request_state:SteeredRequestState"
+_STEERED_STATE = "vllm_steer.plugin.request_state:SteeredRequestState"
 _STEERING_SCHEDULER = "vllm_steer.engine.scheduler:SteeringSchedulerMixin"
 _STEERING_V1 = "vllm_steer.engine.runner_v1:SteeringRunnerV1"
 _STEERING_V2 = "vllm_steer.engine.runner_v2:SteeringRunnerV2"
@@ -79,7 +79,9 @@ _STEERING_STATE = "vllm_steer.engine.runner_v2:_steering_state"
 STARTUP: tuple[Join, ...] = (
     Join("vllm.engine.arg_utils:EngineArgs.add_cli_args", AFTER, "vllm_steer.server.flags:add_flags"),
     Join("vllm.engine.arg_utils:EngineArgs.from_cli_args", BEFORE, "vllm_steer.server.apply_flags:apply_flags"),
-    Join("vllm.engine.arg_utils:EngineArgs.create_engine_config", AROUND, "vllm_steer.compat.plugin:engine_config"),
+    Join(
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config", AROUND, "vllm_steer.plugin.entry_point:engine_config"
+    ),
     Join("vllm.sampling_params:SamplingParams.__repr__", AROUND, "vllm_steer.params:shown"),
 )
 """Wrapped in every process of vLLM, when it loads its plugins."""
@@ -140,7 +142,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, f"{_REQUESTS}:check_resumable"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.server.auth.current_key:salt_request"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.frontend.user_hooks:separate_cache"),
-            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, "vllm_steer.compat.request_state:extend_state"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, "vllm_steer.plugin.request_state:extend_state"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:begin_capture"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:record_applied"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_CONTEXT}:track_sample"),

@@ -20,8 +20,8 @@ from vllm_steer.program.dynamic import LENS, SAE_PREFIX, CompiledReadout
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.overflow import check_overflow
 from vllm_steer.program.program import CompiledCapture
-from vllm_steer.spec.readout import READOUTS_FIELD
-from vllm_steer.spec.sites import OF_THE_MODEL
+from vllm_steer.request.readout import READOUTS_FIELD
+from vllm_steer.request.sites import OF_THE_MODEL
 
 EXCEEDS = "the engine allows"
 """Part of the message about a request that exceeds a limit of the engine."""

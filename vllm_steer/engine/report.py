@@ -19,7 +19,7 @@ from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.models.centring import merge_centring
 from vllm_steer.models.proofs import own_proofs, proofs_of
 from vllm_steer.points import BRANCH_OUTPUTS, POINTS, POINTS_FLAG, Point
-from vllm_steer.spec import KINDS
+from vllm_steer.request import KINDS
 
 
 class _Report(BaseModel):

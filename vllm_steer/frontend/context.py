@@ -32,7 +32,7 @@ from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.location import parse_location, show_location
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.storage import open_store
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.scalars import shown
 
 if TYPE_CHECKING:
     from vllm_steer.frontend.controller_runner import ControllerRunner

@@ -18,7 +18,7 @@ from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError, liv
 from vllm_steer.frontend.outputs import record_controller_error
 from vllm_steer.limits import MAX_CONTROLLED
 from vllm_steer.log import steering_logger
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.scalars import shown
 
 logger = steering_logger(__name__)
 _THREAD_PREFIX = "vllm-steer-controller-"

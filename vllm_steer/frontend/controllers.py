@@ -12,7 +12,7 @@ from typing import Any, ClassVar, get_type_hints
 
 from vllm_steer.capture.consumers.base import convert_option
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.scalars import did_you_mean, shown
+from vllm_steer.request.scalars import did_you_mean, shown
 
 ENTRY_POINT_GROUP = "vllm_steer.controllers"
 

@@ -13,7 +13,7 @@ from vllm_steer.metrics.collectors import add
 from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_live_magnitude
 from vllm_steer.program.overflow import check_live_overflow
-from vllm_steer.spec.scalars import closest, read_number, shown
+from vllm_steer.request.scalars import closest, read_number, shown
 
 SET_STRENGTH_RPC = "steering_set_strength"
 ENDED = -1

@@ -33,7 +33,7 @@ from vllm_steer.metrics.requests import count_gates
 from vllm_steer.params import APPLIED_KEY, capture_specs, program_of, set_live_id
 from vllm_steer.program import Program
 from vllm_steer.registry.schema import SteeringApplied
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.request import CaptureSpec
 
 ROW_RECEIVER = "_steering_rows"
 """Attribute of an output processor that has received captured rows."""

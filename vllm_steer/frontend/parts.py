@@ -14,8 +14,8 @@ from vllm_steer.frontend.roles import RoleTokens, end_of_text, read_role_tokens,
 from vllm_steer.params import PROGRAM_KEY, program_of
 from vllm_steer.program.bind import bind_to_prompt
 from vllm_steer.program.part import NO_TOKEN, CompiledPart, Markers
-from vllm_steer.spec.part import IMAGE, Marker
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.part import IMAGE, Marker
+from vllm_steer.request.scalars import shown
 
 _PARSER_FLAGS: Mapping[str, str] = {"thinking": "--reasoning-parser", "tool_call": "--tool-call-parser"}
 _GIVE_POSITIONS = "give positions, for example from return_token_ids or /tokenize"

@@ -17,7 +17,7 @@ import numpy as np
 from vllm_steer.params import program_of
 from vllm_steer.program.part import CompiledPart, selector_of
 from vllm_steer.registry.schema import NoEffect
-from vllm_steer.spec import Selector
+from vllm_steer.request import Selector
 
 Unreached: TypeAlias = tuple[tuple[str, Selector], ...]
 """Path and selector of each selection that a sample did not reach."""

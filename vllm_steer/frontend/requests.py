@@ -35,7 +35,7 @@ from vllm_steer.params import (
 )
 from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.spec.references import MODULES_FIELD
+from vllm_steer.request.references import MODULES_FIELD
 
 _beam_steering: ContextVar[Mapping[str, Any] | None] = ContextVar("beam_steering", default=None)
 """``extra_args`` with the global steering that all steps of a running ``LLM.beam_search`` get."""

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from vllm_steer.spec.part import ROLES
-from vllm_steer.spec.selector import OPEN_END
+from vllm_steer.request.part import ROLES
+from vllm_steer.request.selector import OPEN_END
 
 _CONVERSATIONS = (("system", "user", "assistant", "user"), ("user", "assistant", "user"))
 _CONTENTS = ("alpha {}", "7 {} 7", "\n\nbeta {}\n", " gamma {} ", "'{}'")

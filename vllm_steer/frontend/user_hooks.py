@@ -19,7 +19,7 @@ from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, context_of, engine_context
 from vllm_steer.points import POINTS, how_to_switch_on
-from vllm_steer.spec.sites import read_layers_of, read_site
+from vllm_steer.request.sites import read_layers_of, read_site
 from vllm_steer.taps.user_hooks import Hook
 
 REGISTER_RPC, REMOVE_RPC = "steering_register_hook", "steering_remove_hook"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm_steer.spec import KINDS
+from vllm_steer.request import KINDS
 
 PREFIX = "vllm_steer:"
 

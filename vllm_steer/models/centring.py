@@ -22,7 +22,7 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.models.recipe import qualified_name
 from vllm_steer.models.vllm_recipes import MODULES
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.scalars import shown
 from vllm_steer.taps.sparse_encoder import SparseEncoder
 
 if TYPE_CHECKING:

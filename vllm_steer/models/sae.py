@@ -22,7 +22,7 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.models.centring import Centring, subtracts_means, without_row_means
 from vllm_steer.models.sae_files import DECODER_FACTORS, DECODERS, SaeFiles, open_files
-from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.request.scalars import is_integer, shown
 from vllm_steer.taps.sparse_encoder import FloatArray, SparseEncoder
 
 _HOOK_KEYS, _HEAD_KEYS = ("hook_name", "hook_point"), ("hook_head_index", "hook_point_head_index")

@@ -15,7 +15,7 @@ from vllm_steer.models.sae import read_feature
 from vllm_steer.models.sae_site import read_site
 from vllm_steer.program import Program
 from vllm_steer.program.feature import FeatureVectors, SaeSite, with_features, with_sites
-from vllm_steer.spec.scalars import FLOAT32_MAX
+from vllm_steer.request.scalars import FLOAT32_MAX
 from vllm_steer.taps.sparse_encoder import FloatArray, SparseEncoder
 
 _MAX_CACHED = 1024

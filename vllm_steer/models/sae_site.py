@@ -15,9 +15,9 @@ from typing import Any
 
 from vllm_steer.models.sae_files import SaeFiles, open_files
 from vllm_steer.program.feature import SaeSite
+from vllm_steer.request.feature import ANY_SITE_FLAG
+from vllm_steer.request.scalars import is_integer
 from vllm_steer.site_names import find_foreign_site
-from vllm_steer.spec.feature import ANY_SITE_FLAG
-from vllm_steer.spec.scalars import is_integer
 
 _HOOK_KEYS = ("hook_name", "hook_point", "hf_hook_point_in")
 _LAYER_KEYS = ("hook_layer", "hook_point_layer")

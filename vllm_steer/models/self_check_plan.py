@@ -37,8 +37,8 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINTS, PointName
-from vllm_steer.spec import CaptureSpec, Edit
-from vllm_steer.spec.sites import LayersInput
+from vllm_steer.request import CaptureSpec, Edit
+from vllm_steer.request.sites import LayersInput
 
 TOKENS = 3
 """Tokens of each request. All but the first are equal in both requests, and so is whatever a model computes from the

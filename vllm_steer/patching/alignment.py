@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.request.scalars import is_integer, shown
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.patching.runner import CONTINUED
 from vllm_steer.points import PointName, how_to_switch_on
-from vllm_steer.spec.scalars import MASK_HINT, is_integer, refuse_repeated, shown
-from vllm_steer.spec.sites import read_point
+from vllm_steer.request.scalars import MASK_HINT, is_integer, refuse_repeated, shown
+from vllm_steer.request.sites import read_point
 
 Span: TypeAlias = tuple[int, int]
 """Half-open range of layers or positions."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.scalars import read_choice, shown
+from vllm_steer.request.scalars import read_choice, shown
 
 MetricName = Literal["logprob", "logit_diff", "recovered", "kl"]
 METRICS: tuple[MetricName, ...] = get_args(MetricName)

@@ -16,7 +16,7 @@ from vllm_steer.frontend.logprobs import check_logprobs_mode
 from vllm_steer.params import SamplingParams
 from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows, join_characters
 from vllm_steer.points import points_on
-from vllm_steer.spec import Edit
+from vllm_steer.request import Edit
 
 
 class OfflineRunner:

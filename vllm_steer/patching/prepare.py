@@ -32,8 +32,8 @@ from vllm_steer.patching.sources import (
 )
 from vllm_steer.patching.sweep import Case, Sweep, measure
 from vllm_steer.points import PointName
-from vllm_steer.spec import Edit
-from vllm_steer.spec.scalars import is_integer, read_number, shown
+from vllm_steer.request import Edit
+from vllm_steer.request.scalars import is_integer, read_number, shown
 
 EMBEDDINGS = ("pre_attn", 0)
 """Site at which the stream is the embeddings."""

@@ -11,7 +11,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_STUDY_PAIRS
 from vllm_steer.patching.metrics import Targets
 from vllm_steer.patching.runner import Runner
-from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.request.scalars import is_integer, shown
 
 Text: TypeAlias = "str | Sequence[int]"
 """Text, or a list of token ids."""

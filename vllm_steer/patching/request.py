@@ -13,9 +13,9 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.patching.metrics import MetricName
 from vllm_steer.patching.settings import Ablation
 from vllm_steer.patching.study import PatchingStudy
-from vllm_steer.spec.json_schema import any_of
-from vllm_steer.spec.matrix import MatrixForm
-from vllm_steer.spec.scalars import closest, shown
+from vllm_steer.request.json_schema import any_of
+from vllm_steer.request.matrix import MatrixForm
+from vllm_steer.request.scalars import closest, shown
 
 TextForm = Annotated[str | list[int], msgspec.Meta(description="Text, or token ids.")]
 AnswerForm = Annotated[str | int | list[int], msgspec.Meta(description="Text, or one or more token ids.")]

@@ -16,7 +16,7 @@ from vllm_steer.patching.header import SweepInfo
 from vllm_steer.patching.metrics import CUSTOM, METRICS, NUM_MEASURES, Array, check_gaps, raw_metric
 from vllm_steer.patching.statistics import GridStatistics, summarise
 from vllm_steer.patching.sweep import Batch, Cell, Measured, Site
-from vllm_steer.spec.scalars import read_choice
+from vllm_steer.request.scalars import read_choice
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.points import PointName
-from vllm_steer.spec import Edit
+from vllm_steer.request import Edit
 
 Rows: TypeAlias = npt.NDArray[np.float32]
 """float32 ``[tokens, hidden]``."""

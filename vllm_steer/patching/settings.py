@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SUBSPACE
 from vllm_steer.patching.header import Direction
-from vllm_steer.spec.matrix import Matrix, is_matrix, parse_matrix, parse_subspace
-from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
+from vllm_steer.request.matrix import Matrix, is_matrix, parse_matrix, parse_subspace
+from vllm_steer.request.scalars import is_integer, read_choice, read_number, shown
 
 Ablation = Literal["zero", "mean", "resample"]
 ABLATIONS: tuple[Ablation, ...] = get_args(Ablation)

@@ -12,7 +12,7 @@ import numpy as np
 from vllm_steer.patching.axes import Span
 from vllm_steer.patching.runner import Rows, SiteRows
 from vllm_steer.points import PointName
-from vllm_steer.spec import Edit
+from vllm_steer.request import Edit
 
 Subspaces = Mapping[tuple[str, int], Rows]
 """Directions ``[k, hidden]`` by point and layer."""

@@ -22,7 +22,7 @@ from vllm_steer.patching.result import PatchingResult
 from vllm_steer.patching.runner import Runner
 from vllm_steer.patching.settings import read_corruption
 from vllm_steer.patching.sweep import Batch, Cell, run_batches
-from vllm_steer.spec.scalars import read_number
+from vllm_steer.request.scalars import read_number
 
 SAVE_SECONDS = 10.0
 """Least time between two writes of a sweep's file."""

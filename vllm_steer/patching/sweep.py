@@ -16,7 +16,7 @@ from vllm_steer.patching.metrics import NUM_MEASURES, Array, CustomMetric, Targe
 from vllm_steer.patching.runner import Runner, Score, ScoreRequest
 from vllm_steer.patching.sources import Source, Subspaces, cell_edits, random_control_edits
 from vllm_steer.points import PointName
-from vllm_steer.spec import Edit
+from vllm_steer.request import Edit
 
 Cell: TypeAlias = tuple[int, int, int, int]
 """Indices of the case, the point, the span of layers and the column."""

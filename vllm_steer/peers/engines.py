@@ -10,7 +10,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, engine_context
 from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
 from vllm_steer.llm import LLM
-from vllm_steer.spec.scalars import is_integer
+from vllm_steer.request.scalars import is_integer
 
 if TYPE_CHECKING:
     from vllm_steer.frontend.context import EngineContext

@@ -11,9 +11,9 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.program.part import CompiledPart, Markers, bound_parts
 from vllm_steer.program.program import Program
-from vllm_steer.spec.condition import condition_source, stop_source
-from vllm_steer.spec.part import IMAGE, PROMPT_PARTS
-from vllm_steer.spec.selector import OPEN_END, Wire
+from vllm_steer.request.condition import condition_source, stop_source
+from vllm_steer.request.part import IMAGE, PROMPT_PARTS
+from vllm_steer.request.selector import OPEN_END, Wire
 
 FindMarkers = Callable[[CompiledPart, str], Markers | None]
 Ranges = Sequence[tuple[int, int]]

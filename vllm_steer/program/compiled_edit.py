@@ -13,8 +13,8 @@ import numpy.typing as npt
 from vllm_steer.program.dynamic import CompiledCondition
 from vllm_steer.program.instructions import CODES
 from vllm_steer.program.part import CompiledPart
-from vllm_steer.spec import Selector, content_digest
-from vllm_steer.spec.selector import Wire
+from vllm_steer.request import Selector, content_digest
+from vllm_steer.request.selector import Wire
 
 WIRE_VERSION = 11
 """Version of the wire form of programs."""

@@ -29,7 +29,7 @@ from vllm_steer.program.dynamic import (
 from vllm_steer.program.instructions import CODES, UNBOUNDED
 from vllm_steer.program.part import compile_parts
 from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
-from vllm_steer.spec import (
+from vllm_steer.request import (
     KINDS,
     Bound,
     CaptureSpec,
@@ -43,14 +43,14 @@ from vllm_steer.spec import (
     bytes_of,
     content_digest,
 )
-from vllm_steer.spec.condition import condition_source
-from vllm_steer.spec.feature import FeatureEdit
-from vllm_steer.spec.matrix import orthonormal_basis
-from vllm_steer.spec.mlp import TOO_LATE, MlpProbe
-from vllm_steer.spec.part import PROMPT_PARTS
-from vllm_steer.spec.scalars import FLOAT32_MAX, closest
-from vllm_steer.spec.selector import Wire
-from vllm_steer.spec.sites import Layers
+from vllm_steer.request.condition import condition_source
+from vllm_steer.request.feature import FeatureEdit
+from vllm_steer.request.matrix import orthonormal_basis
+from vllm_steer.request.mlp import TOO_LATE, MlpProbe
+from vllm_steer.request.part import PROMPT_PARTS
+from vllm_steer.request.scalars import FLOAT32_MAX, closest
+from vllm_steer.request.selector import Wire
+from vllm_steer.request.sites import Layers
 
 
 def compile_program(

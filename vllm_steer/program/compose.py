@@ -13,11 +13,11 @@ from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.compiler import check_order, compile_mlp, compile_program
 from vllm_steer.program.dynamic import TOKEN, CompiledReadout, CompiledStop
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
-from vllm_steer.spec import Projection
-from vllm_steer.spec.condition import condition_source
-from vllm_steer.spec.mlp import NO_COSINE, TOO_LATE, MlpProbe
-from vllm_steer.spec.probe import Probe
-from vllm_steer.spec.scalars import read_number
+from vllm_steer.request import Projection
+from vllm_steer.request.condition import condition_source
+from vllm_steer.request.mlp import NO_COSINE, TOO_LATE, MlpProbe
+from vllm_steer.request.probe import Probe
+from vllm_steer.request.scalars import read_number
 
 
 def join(programs: Sequence[Program]) -> Program:

@@ -15,9 +15,9 @@ import msgspec
 
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
-from vllm_steer.spec import OPEN_END, Selector
-from vllm_steer.spec.mlp import ACTIVATIONS
-from vllm_steer.spec.selector import Wire
+from vllm_steer.request import OPEN_END, Selector
+from vllm_steer.request.mlp import ACTIVATIONS
+from vllm_steer.request.selector import Wire
 
 TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, MEAN, MAX, EMA, HELD, PART, STOP = range(1, 13)
 """Kinds of conditions on the device; 0 is none. :data:`PART` looks at the token itself instead of a readout."""

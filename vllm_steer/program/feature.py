@@ -15,8 +15,8 @@ from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.compiler import check_order
 from vllm_steer.program.dynamic import SAE_PREFIX
 from vllm_steer.program.program import Program
-from vllm_steer.spec import bytes_of, content_digest
-from vllm_steer.spec.feature import ANY_SITE_FLAG
+from vllm_steer.request import bytes_of, content_digest
+from vllm_steer.request.feature import ANY_SITE_FLAG
 
 
 class FeatureVectors(msgspec.Struct, frozen=True):

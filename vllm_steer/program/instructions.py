@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Instruction codes of the edit kinds in programs and device tables.
 
-:data:`vllm_steer.spec.KINDS` has the meaning of each kind and :mod:`vllm_steer.taps.reference` its definition in plain
-torch. The Triton kernel (:mod:`vllm_steer.taps.tap_kernel`) is tested against that definition.
+:data:`vllm_steer.request.KINDS` has the meaning of each kind and :mod:`vllm_steer.taps.reference` its definition in
+plain torch. The Triton kernel (:mod:`vllm_steer.taps.tap_kernel`) is tested against that definition.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_steer.spec.part import Marker, Span
-from vllm_steer.spec.selector import Selector
+from vllm_steer.request.part import Marker, Span
+from vllm_steer.request.selector import Selector
 
 NO_TOKEN = -1
 """End of a span that lasts until the message ends."""

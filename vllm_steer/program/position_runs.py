@@ -17,8 +17,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.instructions import ADD, CLAMP, FEATURE, MEASURE, REPLACE_AT, SET_AT
 from vllm_steer.program.program import Program
-from vllm_steer.spec.matrix import check_row_count
-from vllm_steer.spec.selector import Interval
+from vllm_steer.request.matrix import check_row_count
+from vllm_steer.request.selector import Interval
 
 NO_OPERAND = -1
 """Operand of a position that the edit does not cover. As the bits of a float32, it is a NaN."""

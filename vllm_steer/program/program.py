@@ -30,10 +30,10 @@ from vllm_steer.program.dynamic import (
 from vllm_steer.program.instructions import CODES, KIND_OF
 from vllm_steer.program.part import CompiledPart
 from vllm_steer.program.program_cache import CachedProgram, ProgramCache
-from vllm_steer.spec import Selector, content_digest, projection_digest
-from vllm_steer.spec.condition import condition_source, stop_source
-from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
-from vllm_steer.spec.selector import Wire
+from vllm_steer.request import Selector, content_digest, projection_digest
+from vllm_steer.request.condition import condition_source, stop_source
+from vllm_steer.request.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
+from vllm_steer.request.selector import Wire
 
 ALL_LAYERS: tuple[int, ...] = ()
 NO_PROJECTION = -1

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from cachetools import LRUCache
 
-from vllm_steer.spec.vector import content_digest
+from vllm_steer.request.vector import content_digest
 
 P = TypeVar("P")
 CacheKey: TypeAlias = tuple[int, bytes, bytes]

@@ -38,7 +38,7 @@ from vllm_steer.program.token_program import (
     layers_of,
     pack_columns,
 )
-from vllm_steer.spec.selector import OPEN_END
+from vllm_steer.request.selector import OPEN_END
 
 PRE_ATTN = POINT_NAMES.index("pre_attn")
 _MAX_CACHED = 64

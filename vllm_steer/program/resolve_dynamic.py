@@ -20,8 +20,8 @@ from vllm_steer.program.dynamic import (
 )
 from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
 from vllm_steer.program.program import Program
-from vllm_steer.spec.condition import condition_source
-from vllm_steer.spec.selector import OPEN_END, Interval
+from vllm_steer.request.condition import condition_source
+from vllm_steer.request.selector import OPEN_END, Interval
 
 
 def read_intervals(program: Program, readout: int, prompt_len: int) -> tuple[Interval, ...]:

@@ -28,9 +28,9 @@ from vllm_steer.program import Program, compile_program, join, with_probes, with
 from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.spec import CaptureSpec, NamedProjection, Projection, Vector
-from vllm_steer.spec.probe import Probe
-from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, ProbeReference, Reference, parse_probe
+from vllm_steer.request import CaptureSpec, NamedProjection, Projection, Vector
+from vllm_steer.request.probe import Probe
+from vllm_steer.request.references import GLOBAL_SOURCE, MODULES_FIELD, ProbeReference, Reference, parse_probe
 
 _COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY, IDLE_KEY)
 _CACHE_SIZE = 256

@@ -7,7 +7,7 @@ from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.module import TIERS, Module
 from vllm_steer.registry.schema import Content, GlobalSteering, ModuleInfo, ModuleList, ModuleUse, ProbeInfo
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.spec.references import Reference
+from vllm_steer.request.references import Reference
 
 
 def describe_modules(snapshot: Snapshot) -> ModuleList:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.scalars import did_you_mean
+from vllm_steer.request.scalars import did_you_mean
 
 FIELD = "steering registry"
 """Field of errors that concern the whole registry."""

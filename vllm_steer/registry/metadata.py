@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.scalars import shown
 
 METADATA_KEYS: tuple[str, ...] = ("description", "model", "provenance")
 MAX_TEXT = 4096

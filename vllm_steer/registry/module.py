@@ -18,13 +18,13 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import Program, compile_program
-from vllm_steer.spec import Edit, Vector
-from vllm_steer.spec.fields import collect_edits, read_edits, read_vectors
-from vllm_steer.spec.probe import Probe
-from vllm_steer.spec.references import read_name
-from vllm_steer.spec.scalars import shown
-from vllm_steer.spec.selector import SelectorName
-from vllm_steer.spec.vector import pack_array
+from vllm_steer.request import Edit, Vector
+from vllm_steer.request.fields import collect_edits, read_edits, read_vectors
+from vllm_steer.request.probe import Probe
+from vllm_steer.request.references import read_name
+from vllm_steer.request.scalars import shown
+from vllm_steer.request.selector import SelectorName
+from vllm_steer.request.vector import pack_array
 
 TIERS: Mapping[str, SelectorName] = MappingProxyType({"base": "all", "prefill": "prompt", "decode": "generated"})
 """Tokens to which the vectors of a tier are added. The tiers apply in this order, before ``edits``."""
@@ -137,7 +137,7 @@ def parse_module(content: Mapping[str, Any]) -> Module:
         content: Values by key; None means absent. ``base``, ``prefill`` and ``decode`` are
             ``{point: {layer: vector | {"vector": ..., "scale": ...}}}``. ``edits`` is a list of `Edit` objects or of
             dicts with its arguments. ``probes`` is ``{name: probe}``; a probe is a vector or a dict of
-            :class:`~vllm_steer.spec.probe.ProbeForm`'s fields.
+            :class:`~vllm_steer.request.probe.ProbeForm`'s fields.
 
     Raises:
         SteeringError: A key is unknown, a value is invalid, vectors differ in width, or the module is empty. Its

@@ -28,11 +28,11 @@ from vllm_steer.limits import MAX_EDITS
 from vllm_steer.registry.metadata import METADATA_KEYS, ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import EDITS, MAX_PROBES, PROBES, TIERS, Module, parse_module
 from vllm_steer.registry.strict_json import parse_json
-from vllm_steer.spec.mlp import ARRAYS as MLP_ARRAYS
-from vllm_steer.spec.mlp import MlpProbe
-from vllm_steer.spec.probe import READING
-from vllm_steer.spec.scalars import shown
-from vllm_steer.spec.vector import PACKED_DTYPES, from_bytes
+from vllm_steer.request.mlp import ARRAYS as MLP_ARRAYS
+from vllm_steer.request.mlp import MlpProbe
+from vllm_steer.request.probe import READING
+from vllm_steer.request.scalars import shown
+from vllm_steer.request.vector import PACKED_DTYPES, from_bytes
 
 MAX_HEADER_BYTES = 4 << 20
 _SCALES, _ACTIVATIONS = "scales", "activations"

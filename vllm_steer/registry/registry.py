@@ -30,8 +30,8 @@ from vllm_steer.registry.module_files import read_module
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.registry.storage import MemoryStore, RegistryStore
-from vllm_steer.spec.arguments import suggest_arguments
-from vllm_steer.spec.references import Reference, parse_reference, parse_references, read_name
+from vllm_steer.request.arguments import suggest_arguments
+from vllm_steer.request.references import Reference, parse_reference, parse_references, read_name
 
 logger = steering_logger(__name__)
 

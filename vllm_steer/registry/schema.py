@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.metadata import ModuleMetadata
-from vllm_steer.spec.mlp import MlpProbe
-from vllm_steer.spec.probe import Probe
+from vllm_steer.request.mlp import MlpProbe
+from vllm_steer.request.probe import Probe
 
 
 class _Answer(BaseModel):

@@ -19,7 +19,7 @@ from vllm_steer.registry.index import (
 )
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.module import Module
-from vllm_steer.spec.references import Reference
+from vllm_steer.request.references import Reference
 
 
 @dataclass(frozen=True)

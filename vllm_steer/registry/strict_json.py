@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.scalars import shown
 
 
 def parse_json(text: str | bytes, field: str) -> Any:

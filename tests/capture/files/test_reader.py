@@ -20,7 +20,7 @@ from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.capture.files.export import export_npz, export_parquet, to_arrow, to_dataset
 from vllm_steer.capture.files.format import CaptureFileError
 from vllm_steer.capture.files.reader import open_captures
-from vllm_steer.spec import CaptureSpec, parse_capture
+from vllm_steer.request import CaptureSpec, parse_capture
 
 LAYOUTS = ("per_request", "packed", "sharded")
 

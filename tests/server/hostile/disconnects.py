@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from tests.server.server import HIDDEN, LAYERS, MODEL
-from vllm_steer.spec import pack_vector
+from vllm_steer.request import pack_vector
 
 PROMPT = "x" * 150
 ROW_BYTES = 4 * HIDDEN

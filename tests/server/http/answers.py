@@ -19,10 +19,10 @@ from tests.server.application import Body
 from tests.server.fakes import HIDDEN, FakeEngine
 from vllm_steer.capture import CapturedRequest, CaptureResult, SiteRows
 from vllm_steer.capture.results import CaptureResults
+from vllm_steer.request import CaptureSpec
 from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import current_request, record_results, track_sample
-from vllm_steer.spec import CaptureSpec
 
 SPEC: dict[str, Any] = {"hooks": {"post_block": [1]}, "positions": "all"}
 DONE = "data: [DONE]\n\n"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from vllm_steer.request import Selector
 from vllm_steer.server.http.request_context import RequestContext, record_unreached
 from vllm_steer.server.http.response_writer import ResponseWriter
-from vllm_steer.spec import Selector
 
 APPLIED = {"epoch": 3, "global": None, "modules": [], "request": "sha256:0"}
 JSON, STREAM = "application/json", "text/event-stream; charset=utf-8"

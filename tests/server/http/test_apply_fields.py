@@ -16,7 +16,6 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.sampling_params import SamplingParams
 
 from tests.server.fakes import HIDDEN, MAX_MODEL_LEN, engine_context, vector
-from vllm_steer.compat.plugin import wrap_front_end
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import (
     APPLIED_KEY,
@@ -28,11 +27,12 @@ from vllm_steer.params import (
     has_steering,
     program_of,
 )
+from vllm_steer.plugin.entry_point import wrap_front_end
 from vllm_steer.program import compile_program
+from vllm_steer.request import parse_fields
 from vllm_steer.server.http import apply_fields
 from vllm_steer.server.http.apply_fields import RequestRefused, apply_to_params, read_fields
 from vllm_steer.server.http.request_context import RequestContext, current_request, set_prompt_len
-from vllm_steer.spec import parse_fields
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 REQUESTS: dict[type[Any], dict[str, Any]] = {

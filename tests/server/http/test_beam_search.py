@@ -20,11 +20,11 @@ from vllm.sampling_params import SamplingParams
 
 from tests.server.application import add_error_handler
 from tests.server.fakes import FakeEngine, engine_context, vector
-from vllm_steer.compat.plugin import wrap_front_end
 from vllm_steer.frontend import context as contexts
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.requests import complete_params
 from vllm_steer.params import APPLIED_KEY, PROGRAM_KEY
+from vllm_steer.plugin.entry_point import wrap_front_end
 from vllm_steer.server.http.apply_fields import RequestRefused, add_request
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import RequestContext, current_request

@@ -10,9 +10,9 @@ import pytest
 
 from vllm_steer import SteeringError
 from vllm_steer.params import PROGRAM_KEY, compile_fields
+from vllm_steer.request import pack_vector
 from vllm_steer.server.http import compiled_fields
 from vllm_steer.server.http.compiled_fields import compile_json_fields
-from vllm_steer.spec import pack_vector
 
 
 def fields(**changes: Any) -> dict[str, Any]:

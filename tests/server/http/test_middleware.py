@@ -23,10 +23,10 @@ from vllm.sampling_params import SamplingParams
 from tests.registry.modules import registry
 from tests.server.application import Body, client_of, make_app
 from tests.server.fakes import FakeEngine, vector
-from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context, set_registry
 from vllm_steer.log import LimitedLog
 from vllm_steer.params import PROGRAM_KEY
+from vllm_steer.plugin.request_state import CapacityError
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.registry import SteeringRegistry

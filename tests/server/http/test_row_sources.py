@@ -15,11 +15,11 @@ from tests import memory
 from tests.server.fakes import HIDDEN, engine_context
 from vllm_steer.capture.results import CapturedRequest, SiteRows
 from vllm_steer.errors import SteeringError
+from vllm_steer.request import Edit, parse_capture, parse_fields
 from vllm_steer.server.capture_store import CaptureStore, StoreLimits
 from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.server.http.row_encoding import encode_file
 from vllm_steer.server.http.row_sources import take_store_option, with_rows
-from vllm_steer.spec import Edit, parse_capture, parse_fields
 
 ROWS = torch.arange(4.0 * HIDDEN).reshape(4, HIDDEN) + 1
 ((_, SPEC),) = parse_capture({"memory": {"hooks": {"post_block": [1]}, "positions": "all_prompt"}})

@@ -17,14 +17,14 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import KEY_CAPTURE_MIB, KEY_LIMITS, KEY_REQUESTS, SERVER_LIMITS
 from vllm_steer.program import Program, compile_program
 from vllm_steer.registry.module import parse_module
+from vllm_steer.request import parse_capture, parse_fields, parse_readouts
+from vllm_steer.request.projection import Projection
+from vllm_steer.request.scalars import FLOAT32_MAX
 from vllm_steer.server.access_errors import AccessError, KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.auth.keys import Key, generate_key
 from vllm_steer.server.quota import tracker as tracker_module
 from vllm_steer.server.quota.limits import value_of
 from vllm_steer.server.quota.tracker import QuotaTracker, Reservation
-from vllm_steer.spec import parse_capture, parse_fields, parse_readouts
-from vllm_steer.spec.projection import Projection
-from vllm_steer.spec.scalars import FLOAT32_MAX
 
 WIDTH, LAYERS = 1 << 16, 4
 MIB = 1 << 20

@@ -22,10 +22,10 @@ from vllm_steer.frontend.live import EndedRequestError, LiveSample, set_strength
 from vllm_steer.program import compile_program
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.request import parse_fields
 from vllm_steer.server.auth.current_key import current_owner
 from vllm_steer.server.http.running_requests import RunningRequest, RunningRequests
 from vllm_steer.server.routes.live import make_router
-from vllm_steer.spec import parse_fields
 
 SAMPLE = LiveSample("sample", "live id")
 EDITS: dict[str, dict[str, Any]] = {

@@ -20,6 +20,7 @@ from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.strict_json import parse_json
+from vllm_steer.request import pack_vector
 from vllm_steer.server.auth.current_key import use_key
 from vllm_steer.server.auth.keys import generate_key
 from vllm_steer.server.auth.rights import Right
@@ -28,7 +29,6 @@ from vllm_steer.server.http.schemas import JSON, MODULE_BODY, REQUEST_FIELDS, SE
 from vllm_steer.server.routes import modules
 from vllm_steer.server.routes.base import STEERING_PREFIX, SteeringRoute
 from vllm_steer.server.routes.modules import add_module_routes
-from vllm_steer.spec import pack_vector
 
 MODULES, SET, CLEAR = (f"{STEERING_PREFIX}{name}" for name in ("modules", "set", "clear"))
 BASE = {"post_block": {"1": vector(0).tolist()}}

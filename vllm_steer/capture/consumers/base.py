@@ -12,9 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from vllm_steer.capture.results import CapturedRequest, SubmittedRequest
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec import CaptureSpec
-from vllm_steer.spec.capture_form import SPEC_KEYS
-from vllm_steer.spec.scalars import closest, shown
+from vllm_steer.request import CaptureSpec
+from vllm_steer.request.capture_form import SPEC_KEYS
+from vllm_steer.request.scalars import closest, shown
 
 THREAD_PREFIX = "capture-"
 """Name prefix of the threads in which consumers run."""

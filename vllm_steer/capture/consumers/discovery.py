@@ -14,8 +14,8 @@ from typing import Any, get_type_hints
 from vllm_steer.capture.consumers.base import Consumer, convert_option
 from vllm_steer.capture.server_wide import FLAG_KEYS, parse_flag_value
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec import parse_capture
-from vllm_steer.spec.scalars import did_you_mean, shown
+from vllm_steer.request import parse_capture
+from vllm_steer.request.scalars import did_you_mean, shown
 
 ENTRY_POINT_GROUP = "vllm_steer.capture_consumers"
 _FLAG = "--capture-consumers"

@@ -21,7 +21,7 @@ from vllm_steer.capture.files.rotation import ROTATION_LIMITS, RotatingLayout
 from vllm_steer.capture.files.run_lock import RunLock
 from vllm_steer.capture.results import CapturedRequest, SubmittedRequest
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.scalars import shown
 
 _ByteCount = Annotated[
     int, BeforeValidator(lambda value: int(TypeAdapter(ByteSize).validate_python(value))), Field(gt=0)

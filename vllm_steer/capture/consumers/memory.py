@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from vllm_steer.capture.consumers.base import Consumer
 from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.request import CaptureSpec
 
 STREAM = "stream"
 

@@ -17,8 +17,8 @@ import msgspec
 import torch
 
 from vllm_steer.capture.results import CapturedRequest, SiteRows, Status, Unreached
-from vllm_steer.spec import CaptureSpec, Projection
-from vllm_steer.spec.selector import POSITIONS as SPEC_POSITIONS
+from vllm_steer.request import CaptureSpec, Projection
+from vllm_steer.request.selector import POSITIONS as SPEC_POSITIONS
 
 FORMAT = "vllm-steer capture"
 MIN_MAPPED_BYTES = 1 << 16

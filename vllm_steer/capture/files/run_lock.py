@@ -17,7 +17,7 @@ from vllm_steer.capture.files.format import CaptureFileError
 from vllm_steer.capture.files.journal import read_journals
 from vllm_steer.capture.files.reader import Captures
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.scalars import shown
 
 _ADVICE = "choose another name, or leave it out"
 

@@ -14,8 +14,8 @@ from typing import Any
 from vllm_steer.client.encoding import to_json
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.vllm_lens.keys import KEYS, LORA_FIELD, PARENTS, read_adapter, read_keys
-from vllm_steer.spec.request_fields import RequestForm
-from vllm_steer.spec.unknown_fields import problem_of
+from vllm_steer.request.request_fields import RequestForm
+from vllm_steer.request.unknown_fields import problem_of
 
 SHARED_KEY = "vllm_steer_shared"
 """Key of ``extra_args`` that refers to fields in this process, so that no vector is written to a log."""

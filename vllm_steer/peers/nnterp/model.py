@@ -16,9 +16,9 @@ from vllm_steer.peers.nnterp.refused import ATTRIBUTES
 from vllm_steer.peers.nnterp.trace import Sites, Tracer
 from vllm_steer.peers.nnterp.values import LogProbabilities, Probabilities
 from vllm_steer.points import BRANCH_OUTPUTS, PointName
+from vllm_steer.request import Edit
+from vllm_steer.request.scalars import MASK_HINT, is_integer, refuse_repeated, shown
 from vllm_steer.site_names import site
-from vllm_steer.spec import Edit
-from vllm_steer.spec.scalars import MASK_HINT, is_integer, refuse_repeated, shown
 
 SITES: Mapping[str, PointName] = {
     "layers_input": "pre_attn",

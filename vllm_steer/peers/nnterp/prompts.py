@@ -11,7 +11,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.nnterp.model import StandardizedTransformer, read_prompts
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.scalars import shown
 
 
 @dataclass

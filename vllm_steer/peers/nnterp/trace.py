@@ -15,8 +15,8 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.nnterp.values import Probabilities, Result, Value, refuse, tensor_of
-from vllm_steer.spec import Edit
-from vllm_steer.spec.scalars import is_integer
+from vllm_steer.request import Edit
+from vllm_steer.request.scalars import is_integer
 
 if TYPE_CHECKING:
     from vllm_steer.peers.nnterp.model import StandardizedTransformer

@@ -13,8 +13,8 @@ import torch
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams, attach_steering, capture_specs, has_steering
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.spec import CaptureSpec
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request import CaptureSpec
+from vllm_steer.request.scalars import shown
 
 POINT = "post_block"
 Rows = dict[int, torch.Tensor]

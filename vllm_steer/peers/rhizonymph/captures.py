@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.scalars import shown
 
 _ID, _RANGES = "request_id", "ranges"
 

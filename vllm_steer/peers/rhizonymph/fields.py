@@ -11,8 +11,8 @@ from vllm_steer.limits import MAX_EDITS
 from vllm_steer.peers.rhizonymph.captures import read_captures
 from vllm_steer.peers.rhizonymph.gates import NO_CONVERSATION, compile_gates, is_gate
 from vllm_steer.peers.rhizonymph.packed import read_hooks, read_table
-from vllm_steer.spec.scalars import is_integer, shown
-from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS
+from vllm_steer.request.scalars import is_integer, shown
+from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS
 
 VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 """Vector fields of requests."""

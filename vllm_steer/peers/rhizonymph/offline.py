@@ -13,7 +13,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.llm import LLM as SteeringLLM
 from vllm_steer.params import SamplingParams as SteeringParams
 from vllm_steer.peers.rhizonymph.fields import FIELDS, translate_fields
-from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.request.scalars import is_integer, shown
 
 _ROWS_PER_CONFIG = 4
 """Table rows for a request with vectors for prompt and generated tokens, and with room for others to end."""

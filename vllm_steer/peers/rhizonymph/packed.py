@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS
-from vllm_steer.spec.scalars import is_integer, read_number, shown
-from vllm_steer.spec.vector import PACKED_KEYS, decode_packed, pack_array, parse_vector, read_packed_dtype
+from vllm_steer.request.scalars import is_integer, read_number, shown
+from vllm_steer.request.vector import PACKED_KEYS, decode_packed, pack_array, parse_vector, read_packed_dtype
 
 _PACKED_HOOK = frozenset((*PACKED_KEYS, "layer_indices", "scales"))
 

@@ -10,8 +10,8 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import PointName
+from vllm_steer.request.scalars import is_integer, shown
 from vllm_steer.site_names import find_foreign_site, site
-from vllm_steer.spec.scalars import is_integer, shown
 
 HOOKS: Mapping[PointName, str] = {
     "pre_attn": "resid_pre",

@@ -20,9 +20,9 @@ from vllm_steer.params import SamplingParams
 from vllm_steer.peers.engines import plain_count, require_answers
 from vllm_steer.peers.transformer_lens.hooks import ReadOnlyRows
 from vllm_steer.peers.transformer_lens.model import HookedTransformer
+from vllm_steer.request import Edit
+from vllm_steer.request.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.site_names import site
-from vllm_steer.spec import Edit
-from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 
 OPERATIONS = {
     "suppress": frozenset[str](),

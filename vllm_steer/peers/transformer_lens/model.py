@@ -18,9 +18,9 @@ from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook
 from vllm_steer.peers.transformer_lens.hooks import on_prompts
 from vllm_steer.peers.transformer_lens.refused import GENERATING, REFUSED, loading_arguments, refuse
 from vllm_steer.points import PointName, points_on
+from vllm_steer.request import Edit
+from vllm_steer.request.scalars import is_integer, shown
 from vllm_steer.site_names import site
-from vllm_steer.spec import Edit
-from vllm_steer.spec.scalars import is_integer, shown
 
 
 class HookedTransformer:

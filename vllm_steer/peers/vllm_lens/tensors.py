@@ -13,7 +13,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.extras import install_hint
-from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.request.scalars import is_integer, shown
 
 _DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "torch.float32": (torch.float32, "float32"),

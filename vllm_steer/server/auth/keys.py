@@ -17,8 +17,8 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import KEY_LIMITS
+from vllm_steer.request.references import read_name
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.spec.references import read_name
 
 PREFIX = "vsk-"
 """Prefix of all secrets, so that leaked ones can be found in logs and repositories."""

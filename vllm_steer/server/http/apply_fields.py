@@ -35,6 +35,9 @@ from vllm_steer.program import Program
 from vllm_steer.registry.composer import count_edits as count_composed
 from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.snapshot import Snapshot
+from vllm_steer.request.counts import count_directions, count_edits
+from vllm_steer.request.fields import GENERAL_FIELD
+from vllm_steer.request.readout import READOUTS_FIELD
 from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.auth.rights import Right
@@ -43,9 +46,6 @@ from vllm_steer.server.http.misspelt_fields import refuse_misspelt
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
 from vllm_steer.server.http.row_sources import STORE, take_store_option, with_rows
 from vllm_steer.server.quota.tracker import Reservation
-from vllm_steer.spec.counts import count_directions, count_edits
-from vllm_steer.spec.fields import GENERAL_FIELD
-from vllm_steer.spec.readout import READOUTS_FIELD
 
 # The server runs all other tools itself and calls the model again with their results.
 _CLIENT_TOOLS = frozenset({"function", "custom"})

@@ -19,9 +19,9 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_FIELD, FIELDS
-from vllm_steer.spec.condition import STOP_FIELD
-from vllm_steer.spec.readout import READOUTS_FIELD
-from vllm_steer.spec.scalars import shown
+from vllm_steer.request.condition import STOP_FIELD
+from vllm_steer.request.readout import READOUTS_FIELD
+from vllm_steer.request.scalars import shown
 
 OVERLAP = 256
 """Bytes at the end of a chunk of a body that must be scanned again together with the next chunk."""

@@ -14,10 +14,10 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.limits import MAX_NAME_CHARS, MAX_NAMES
 from vllm_steer.params import CAPTURE_FIELD, FIELDS, RESERVED_KEYS
+from vllm_steer.request.condition import STOP_FIELD
+from vllm_steer.request.readout import READOUTS_FIELD
+from vllm_steer.request.unknown_fields import problem_of
 from vllm_steer.server.http.confusables import resembles
-from vllm_steer.spec.condition import STOP_FIELD
-from vllm_steer.spec.readout import READOUTS_FIELD
-from vllm_steer.spec.unknown_fields import problem_of
 
 _STEERING = "steering"
 WRAPPERS = (

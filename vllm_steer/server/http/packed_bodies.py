@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec.fields import SHORT_FIELDS
-from vllm_steer.spec.vector import pack_array, parse_vector
+from vllm_steer.request.fields import SHORT_FIELDS
+from vllm_steer.request.vector import pack_array, parse_vector
 
 MIN_NUMBERS = 256
 """Shortest list that is packed."""

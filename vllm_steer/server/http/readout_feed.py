@@ -17,7 +17,7 @@ from vllm_steer.frontend.outputs import controller_error, has_stopped, num_forwa
 from vllm_steer.metrics.requests import count_gates
 from vllm_steer.program import Program
 from vllm_steer.program.dynamic import LENS
-from vllm_steer.spec.selector import Interval
+from vllm_steer.request.selector import Interval
 
 READOUTS_KEY, TRACE_KEY = "readouts", "steering_trace"
 """Names of the response fields."""

@@ -19,6 +19,7 @@ from vllm_steer.frontend.context import NOT_ENABLED, ensure_engine_context, know
 from vllm_steer.limits import KEY_STORE_MIB
 from vllm_steer.metrics.requests import NO_CAPACITY, count_refusal
 from vllm_steer.params import CAPTURE_FIELD
+from vllm_steer.request.readout import READOUTS_FIELD
 from vllm_steer.server.access_errors import KeyLimitError
 from vllm_steer.server.auth.current_key import current_owner, require_field_rights
 from vllm_steer.server.http.apply_fields import compile_own
@@ -35,7 +36,6 @@ from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.captures import capture_store_of
 from vllm_steer.server.routes.live import running_requests_of
 from vllm_steer.server.settings import max_body_bytes
-from vllm_steer.spec.readout import READOUTS_FIELD
 
 STEERABLE_ROUTES: tuple[str, ...] = (
     "/v1/completions",

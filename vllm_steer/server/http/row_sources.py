@@ -18,14 +18,14 @@ from vllm_steer.capture.results import SiteRows
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_FIELD
 from vllm_steer.registry.composer import find_probe
+from vllm_steer.request.capture_source import ModuleRowsForm, StoredRowsForm
+from vllm_steer.request.fields import GENERAL_FIELD
+from vllm_steer.request.scalars import MASK_HINT, did_you_mean, is_integer, shown
+from vllm_steer.request.selector import Selector
 from vllm_steer.server.auth.current_key import require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.capture_store import CaptureStore
 from vllm_steer.server.http.request_context import RequestContext
-from vllm_steer.spec.capture_source import ModuleRowsForm, StoredRowsForm
-from vllm_steer.spec.fields import GENERAL_FIELD
-from vllm_steer.spec.scalars import MASK_HINT, did_you_mean, is_integer, shown
-from vllm_steer.spec.selector import Selector
 
 STORE = "store"
 """Option of the capture consumer ``memory`` over HTTP: keep the rows on the server, whatever their size."""

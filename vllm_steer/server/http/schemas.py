@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON schemas of request bodies and response fields, for the OpenAPI document.
 
-They derive from the forms in :mod:`vllm_steer.spec`. The parsers in ``spec/`` and ``registry/`` validate the bodies.
+They derive from the forms in :mod:`vllm_steer.request`. The parsers in ``spec/`` and ``registry/`` validate the bodies.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import msgspec
 
 from vllm_steer.patching.request import StudyForm
 from vllm_steer.registry.schema import SteeringApplied
-from vllm_steer.server.http.capture_reports import RESULTS_FIELD
-from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY
-from vllm_steer.server.http.request_context import ResultsLocation
-from vllm_steer.spec.json_schema import Schema, any_of, json_schema
-from vllm_steer.spec.probe import ProbeForm
-from vllm_steer.spec.references import NAME_RULE, ReferencesForm
-from vllm_steer.spec.request_fields import (
+from vllm_steer.request.json_schema import Schema, any_of, json_schema
+from vllm_steer.request.probe import ProbeForm
+from vllm_steer.request.references import NAME_RULE, ReferencesForm
+from vllm_steer.request.request_fields import (
     EditsForm,
     VectorsForm,
     request_schemas,
     vectors_added_to,
 )
-from vllm_steer.spec.vector import VectorForm
+from vllm_steer.request.vector import VectorForm
+from vllm_steer.server.http.capture_reports import RESULTS_FIELD
+from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY
+from vllm_steer.server.http.request_context import ResultsLocation
 
 JSON = "application/json"
 BINARY = ("application/octet-stream", "application/safetensors")

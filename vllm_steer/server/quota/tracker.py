@@ -38,11 +38,11 @@ from vllm_steer.program import Program
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.program.program import CompiledCapture
+from vllm_steer.request import CaptureSpec
+from vllm_steer.request.projection import Projection
 from vllm_steer.server.access_errors import KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.auth.keys import Key
 from vllm_steer.server.quota.limits import processes_of, share_of, value_of
-from vllm_steer.spec import CaptureSpec
-from vllm_steer.spec.projection import Projection
 
 STEERING = "steering"
 _STATE = "vllm_steer_quota_tracker"

@@ -18,13 +18,13 @@ from vllm_steer.frontend.live import set_strength
 from vllm_steer.limits import MAX_STRENGTHS_BYTES
 from vllm_steer.registry.schema import LiveStrengths
 from vllm_steer.registry.strict_json import parse_json
+from vllm_steer.request.scalars import shown
 from vllm_steer.server.auth.current_key import current_owner
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.running_requests import RunningRequests
 from vllm_steer.server.http.schemas import JSON, STRENGTHS_BODY
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
-from vllm_steer.spec.scalars import shown
 
 ROUTE = "/v1/steering/requests/{id:path}"
 """Clients choose ids, also with slashes."""

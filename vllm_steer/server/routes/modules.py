@@ -20,13 +20,13 @@ from vllm_steer.registry.module import CONTENT_KEYS
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 from vllm_steer.registry.strict_json import parse_json
+from vllm_steer.request.scalars import shown
 from vllm_steer.server.auth.current_key import current_key, require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import BINARY, JSON, MODULE_BODY, SET_BODY
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
 from vllm_steer.server.settings import max_body_bytes
-from vllm_steer.spec.scalars import shown
 
 _MODULE_KEYS = ("name", *CONTENT_KEYS, *METADATA_KEYS)
 _SET_KEYS = ("base", "prefill", "decode", "edits", "modules", "replace")

@@ -19,6 +19,7 @@ from vllm_steer.frontend.context import EngineContext
 from vllm_steer.patching.answer import summary
 from vllm_steer.patching.request import read_study
 from vllm_steer.registry.strict_json import parse_json
+from vllm_steer.request.scalars import shown
 from vllm_steer.server.auth.current_key import require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.body_checks import LARGE_BODY, body_checks
@@ -30,7 +31,6 @@ from vllm_steer.server.studies import patch_sweep
 from vllm_steer.server.studies.job import Results
 from vllm_steer.server.studies.runner import EngineRunner
 from vllm_steer.server.studies.service import StudyService
-from vllm_steer.spec.scalars import shown
 
 ROUTE = "/v1/steering/patch"
 ALSO_KEY = "x-steering-also-right"

@@ -15,8 +15,8 @@ from vllm_steer.patching.answer import number, numbers
 from vllm_steer.patching.result import PatchingResult
 from vllm_steer.patching.runner import Runner
 from vllm_steer.patching.study import PatchingStudy
+from vllm_steer.request.scalars import closest, is_integer, shown
 from vllm_steer.server.studies.job import Results
-from vllm_steer.spec.scalars import closest, is_integer, shown
 
 RENAMED: Mapping[str, str] = MappingProxyType(
     {

@@ -27,7 +27,7 @@ from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreReque
 from vllm_steer.points import points_on
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.spec import Edit
+from vllm_steer.request import Edit
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_steer.engine.capabilities import EXCEEDS
-from vllm_steer.spec.selector import OPEN_END
+from vllm_steer.request.selector import OPEN_END
 from vllm_steer.testing.fuzz.answers import READOUT, Answer, Sample
 from vllm_steer.testing.fuzz.drive import Run
 from vllm_steer.testing.fuzz.ties import first_undecided

@@ -7,7 +7,7 @@ position is not compared. Soft gates and averages, whose factors are continuous,
 
 from __future__ import annotations
 
-from vllm_steer.spec.selector import OPEN_END
+from vllm_steer.request.selector import OPEN_END
 from vllm_steer.testing.fuzz.answers import READOUT, Sample
 from vllm_steer.testing.fuzz.workload import Request
 

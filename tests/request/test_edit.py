@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Edit`: what it keeps, that it cannot change, and that each wrong argument is refused by name."""
+
+import copy
+import dataclasses
+import enum
+import json
+import math
+import pickle
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import memory
+from vllm_steer.errors import SteeringError
+from vllm_steer.points import POINT_NAMES
+from vllm_steer.request import KINDS, Edit, Selector, parse_fields
+
+VECTOR = [3.0, 4.0]
+
+
+def make(**changes):
+    return Edit(**{"kind": "add", "point": "post_block", "layers": 2, "vector": VECTOR} | changes)
+
+
+def assert_refused(field, *words, **changes):
+    with pytest.raises(SteeringError) as caught:
+        make(**changes)
+    assert caught.value.field == field
+    for word in words:
+        assert word in caught.value.problem
+    assert len(str(caught.value)) < 400
+
+
+def clamp(**changes):
+    return {"kind": "clamp", "low": -1.0} | changes
+
+
+class TestKept:
+    def test_defaults(self):
+        edit = make()
+        assert (edit.kind, edit.point, edit.layers, edit.strength) == ("add", "post_block", (2,), 1.0)
+        assert (edit.tokens, edit.low, edit.high) == (Selector("all"), None, None)
+        assert edit.vector.tolist() == VECTOR and edit.vector.dtype == np.float32
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("point", POINT_NAMES)
+    def test_every_kind_at_every_point(self, kind, point):
+        bounds = {"low": 0.0} if "low" in KINDS[kind].params else {}
+        if kind == "feature":
+            bounds = {"vector": None, "sae": "topics", "feature": 3, "set": 0.0}
+        edit = make(kind=kind, point=point, **bounds)
+        assert (edit.kind, edit.point) == (kind, point)
+
+    @pytest.mark.parametrize(
+        ("layers", "kept"),
+        [
+            (0, (0,)),
+            (4095, (4095,)),
+            (np.int64(3), (3,)),
+            ([3, 1], (1, 3)),
+            ((1, np.uint8(3)), (1, 3)),
+            (range(1, 4), (1, 2, 3)),
+            (range(3, 0, -1), (1, 2, 3)),
+            ("all", "all"),
+        ],
+        ids=str,
+    )
+    def test_layers(self, layers, kept):
+        edit = make(layers=layers)
+        assert edit.layers == kept
+        assert all(type(layer) is int for layer in edit.layers if edit.layers != "all")
+
+    @pytest.mark.parametrize("strength", [0, -2, 1.5, np.float32(0.5), np.float16(2), np.int8(-128)])
+    def test_strength(self, strength):
+        kept = make(strength=strength).strength
+        assert type(kept) is float and kept == float(strength)
+
+    @pytest.mark.parametrize(("low", "high"), [(None, 1), (-1, None), (0.5, 0.5), (-2, 3.0)])
+    def test_bounds(self, low, high):
+        edit = make(kind="clamp", low=low, high=high)
+        assert (edit.low, edit.high) == (low, high)
+
+    def test_str_enum_is_kept_as_a_plain_string(self):
+        """Catches an enum member that reaches the wire, where its type is unknown."""
+        member = enum.Enum("E", {"a": "ablate", "p": "pre_attn"}, type=str)
+        edit = make(kind=member.a, point=member.p)
+        assert type(edit.kind) is str and type(edit.point) is str
+
+    def test_add_takes_a_zero_vector(self):
+        assert not make(vector=[0.0]).vector.any()
+
+    def test_direction_may_be_as_short_as_float32_goes(self):
+        """Catches a norm taken in float32, which is 0 for this vector."""
+        assert make(kind="ablate", vector=[1e-30, 0.0]).vector.any()
+
+
+class TestValue:
+    def test_equality_is_by_content(self):
+        edit = make(tokens=[1, 2], layers=[1, 2])
+        same = make(tokens=[[1, 3]], layers=range(1, 3), vector=torch.tensor(VECTOR, dtype=torch.bfloat16))
+        assert edit == same and hash(edit) == hash(same) and edit != "edit"
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"kind": "ablate"},
+            {"point": "pre_attn"},
+            {"layers": 3},
+            {"layers": "all"},
+            {"vector": [3.0, 5.0]},
+            {"vector": [3.0, 4.0, 0.0]},
+            {"strength": 2.0},
+            {"tokens": "prompt"},
+            {"kind": "clamp", "low": 0},
+            {"kind": "clamp", "high": 0},
+        ],
+        ids=str,
+    )
+    def test_each_field_counts(self, changes):
+        others = [make(), make(kind="clamp", low=1), make(kind="clamp", high=1)]
+        assert make(**changes) not in others
+
+    def test_frozen(self):
+        edit = make()
+        for name in ("strength", "vector", "other"):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(edit, name, 2.0)
+        with pytest.raises(ValueError):
+            edit.vector[0] = 1.0
+
+    def test_replace_checks_again(self):
+        assert dataclasses.replace(make(), strength=3).strength == 3.0
+        with pytest.raises(SteeringError):
+            dataclasses.replace(make(), strength=math.nan)
+
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])  # noqa: S301
+    def test_copies_are_equal_and_as_immutable(self, copied):
+        """Catches numpy's pickling, which forgets that an array is not writeable."""
+        edit = make(kind="clamp", high=2, tokens=[-1, [3, None]])
+        other = copied(edit)
+        assert other == edit and not other.vector.flags.writeable
+
+    def test_repr_is_short_and_names_what_matters(self):
+        text = repr(make(vector=np.ones(4096), tokens=[5], layers=[1, 2]))
+        assert len(text) < 200
+        for part in (
+            "'add'",
+            "'post_block'",
+            "(1, 2)",
+            "float32[4096], norm 64",
+            "strength=1.0",
+            "Selector([5])",
+        ):
+            assert part in text
+        assert "low" not in text and "low=-1.0" in repr(make(**clamp()))
+
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            make(layers="all", tokens="generated"),
+            make(kind="clamp", low=-1, high=2, layers=[1, 3], tokens=[-1, [0, 4], [9, None]], strength=-0.5),
+        ],
+        ids=["all", "clamp"],
+    )
+    def test_json_round_trip(self, edit):
+        wire = json.loads(json.dumps(edit.to_wire()))
+        assert parse_fields({"steering": [wire]}) == (edit,)
+
+
+class TestRefused:
+    @pytest.mark.parametrize("kind", ["", "Add", "rotate", None, 1, ["add"], {}, np.array(["add", "add"])])
+    def test_kind(self, kind):
+        assert_refused("kind", "add, add_normed, ablate, clamp", kind=kind)
+
+    @pytest.mark.parametrize("point", ["", "post_mlp", "hook_residual", None, 0, ["pre_attn"]])
+    def test_point(self, point):
+        assert_refused("point", "pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block", point=point)
+
+    @pytest.mark.parametrize(
+        "layers", [None, True, np.True_, 1.0, "1", "ALL", {}, {1}, np.array([1.0]), np.array(["all", "all"])]
+    )
+    def test_layers_of_another_type(self, layers):
+        assert_refused("layers", '"all"', layers=layers)
+
+    @pytest.mark.parametrize("layer", [True, np.True_, 1.0, "1", None, [1]])
+    def test_layer_of_another_type(self, layer):
+        assert_refused("layers[1]", "layer number", layers=[0, layer])
+
+    @pytest.mark.parametrize("layer", [-1, 4096, 10**5000, np.int64(-1)], ids=["-1", "4096", "huge", "numpy"])
+    def test_layer_out_of_range(self, layer):
+        assert_refused("layers", "between 0 and 4095", layers=layer)
+        assert_refused("layers[1]", "between 0 and 4095", layers=[0, layer])
+
+    @pytest.mark.parametrize("layers", [range(-1, 3), range(4090, 4097), range(10**40), range(10**12)])
+    def test_range_of_layers_out_of_range(self, layers):
+        assert_refused("layers", "between 0 and 4095", layers=layers)
+
+    def test_long_range_of_tokens_in_descending_order(self):
+        """Catches a range that is listed to check its order, which fills the memory."""
+        with memory.at_most(256), pytest.raises(SteeringError, match="follows 2000000000"):
+            make(kind="replace", vector=[VECTOR] * 2, tokens=range(2_000_000_000, 0, -1))
+
+    @pytest.mark.parametrize(
+        ("tokens", "field"),
+        [
+            ([-1, 0], "tokens[1]"),
+            (range(-1, 1), "tokens[1]"),
+            (range(1, -1, -1), "tokens[1]"),
+            ({"generated": [3, 1]}, "tokens.generated[1]"),
+            ({"generated": [[2, 3], 1]}, "tokens.generated[1]"),
+        ],
+    )
+    def test_rows_in_another_order_than_their_positions(self, tokens, field):
+        """Catches a matrix whose rows go to each other's positions."""
+        assert_refused(field, "row i belongs to the i-th position", kind="replace", vector=[VECTOR] * 2, tokens=tokens)
+
+    @pytest.mark.parametrize("tokens", [range(2, 4), range(-2, 0), range(0, 4, 2), {"generated": [1, [3, 4]]}])
+    def test_rows_in_the_order_of_their_positions(self, tokens):
+        assert make(kind="replace", vector=[VECTOR] * 2, tokens=tokens).num_rows == 2
+        assert make(kind="replace", vector=[VECTOR], tokens=range(3, 4)).num_rows == 1
+
+    @pytest.mark.parametrize("layers", [[], (), range(0)])
+    def test_no_layers(self, layers):
+        assert_refused("layers", "empty", layers=layers)
+
+    def test_duplicate_layer(self):
+        """Catches a layer steered twice, or once where twice was meant."""
+        assert_refused("layers[2]", "repeats layer 1", layers=[1, 2, np.int64(1)])
+
+    @pytest.mark.parametrize("name", ["strength", "low", "high"])
+    @pytest.mark.parametrize(
+        "value", [True, np.True_, "1", [1.0], {}, 1j, np.array(1.0), torch.tensor(1.0), Fraction(1)]
+    )
+    def test_number_of_another_type(self, name, value):
+        assert_refused(name, "must be a number", **clamp(**{name: value}))
+
+    @pytest.mark.parametrize("name", ["strength", "low", "high"])
+    @pytest.mark.parametrize(
+        "value",
+        [math.nan, math.inf, -math.inf, 1e39, -(10**400), np.float32(np.inf), 10**5000],
+        ids=lambda v: "x",
+    )
+    def test_number_not_finite_in_float32(self, name, value):
+        assert_refused(name, "finite", **clamp(**{name: value}))
+
+    def test_strength_none(self):
+        assert_refused("strength", "number", strength=None)
+
+    @pytest.mark.parametrize("kind", [kind for kind, row in KINDS.items() if row.needs_direction])
+    @pytest.mark.parametrize("vector", [[0.0, -0.0], [1e-60, 0.0]], ids=["zero", "zero in float32"])
+    def test_zero_vector_has_no_direction(self, kind, vector):
+        bounds = {"low": 0.0} if kind == "clamp" else {}
+        assert_refused("vector", "a direction", kind, kind=kind, vector=vector, **bounds)
+
+    @pytest.mark.parametrize(
+        ("given", "field", "words"),
+        [
+            ({"sae": None}, "sae", "missing"),
+            ({"sae": "a/b"}, "sae", "not a valid name"),
+            ({"feature": -1}, "feature", "from 0"),
+            ({"feature": None}, "feature", "from 0"),
+            ({"set": None}, "set", "either set or add"),
+            ({"add": 1.0}, "set", "either set or add"),
+            ({"set": math.inf}, "set", "finite"),
+            ({"vector": [1.0]}, "vector", "omit it"),
+            ({"subspace": [[1.0]]}, "subspace", "omit it"),
+            ({"low": 1.0}, "low", "only of clamp"),
+            ({"kind": "add", "vector": [1.0]}, "sae", "only of feature"),
+            ({"kind": "add", "sae": None, "feature": None, "set": None}, "vector", "is missing"),
+        ],
+    )
+    def test_feature(self, given, field, words):
+        """Catches a parameter that is ignored, and an edit without a feature or a vector."""
+        arguments = {"kind": "feature", "vector": None, "sae": "topics", "feature": 3, "set": 2.0} | given
+        assert_refused(field, words, **arguments)
+
+    def test_vector_and_tokens_name_the_item(self):
+        assert_refused("vector[1]", "finite", vector=[1.0, math.nan])
+        assert_refused("tokens[1]", "empty", tokens=[0, [3, 2]])
+
+    @pytest.mark.parametrize("kind", ["add", "add_normed", "ablate"])
+    @pytest.mark.parametrize("name", ["low", "high"])
+    def test_bounds_of_a_kind_without(self, kind, name):
+        """Catches a bound that is dropped without a word."""
+        assert_refused(name, kind, "clamp", kind=kind, **{name: 0.0})
+
+    def test_clamp_without_bounds(self):
+        assert_refused("low", "low, high or both", kind="clamp")
+
+    def test_low_above_high(self):
+        assert_refused("low", "above", kind="clamp", low=1.0, high=0.5)
+
+    @pytest.mark.parametrize("arguments", [{"layer": 1}, {"scale": 2.0}])
+    def test_unknown_argument_is_pythons_own_error(self, arguments):
+        with pytest.raises(TypeError):
+            make(**arguments)
+
+
+def test_names_of_sites_in_other_libraries():
+    """Catches the layer of a name that is dropped, or another point than the name's."""
+    named = Edit(kind="add", point="blocks.3.hook_resid_post", vector=[1.0, 2.0])
+    assert named == Edit(kind="add", point="post_block", layers=3, vector=[1.0, 2.0])
+    assert named == Edit(kind="add", point="resid_post", layers=[3], vector=[1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("point", "words"),
+    [
+        ("hidden_states[30]", "is post_block of layer 29 here, but after the final norm, and no hook point, if it"),
+        ("hidden_states[0]", "is pre_attn of layer 0 here; write that"),
+        ("hidden_states[-1]", "has a negative number; layers count from 0"),
+        ("blocks.-1.hook_resid_post", "has a negative number; layers count from 0"),
+        ("hook_embed", "does not mean exactly a hook point; the nearest is pre_attn of layer 0: the"),
+        ("lm_head", "is not a hook point; places after the last block"),
+    ],
+)
+def test_hints_for_names_do_not_contradict_themselves(point: str, words: str) -> None:
+    """Catches "is not a hook point; it is post_block here"."""
+    with pytest.raises(SteeringError) as refused:
+        Edit("add", point=point, vector=[1.0])
+    assert refused.value.problem.startswith(f"{point!r} {words}")
+
+
+def test_the_kind_may_be_the_first_argument() -> None:
+    """Catches the form in which most people write an edit refused."""
+    fields: dict[str, Any] = {"point": "post_block", "layers": 1, "vector": [1.0]}
+    assert Edit("add", **fields) == Edit(kind="add", **fields)
+    with pytest.raises(TypeError, match="arguments: kind, point"):
+        Edit("add", "post_block", layers=1, vector=[1.0])  # type: ignore[call-arg, misc]

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections of captured rows: the engine returns k numbers per row instead of the row."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_COMPONENTS, MAX_DIRECTIONS, MAX_ENGINE_DIRECTIONS, MAX_WIDTH
+from vllm_steer.request.references import ProbeReference, parse_probe
+from vllm_steer.request.scalars import is_integer, shown
+from vllm_steer.request.vector import (
+    PackedVector,
+    VectorForm,
+    content_digest,
+    decode_packed,
+    parse_vector,
+    read_packed_dtype,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+DirectionsInput: TypeAlias = (
+    "Sequence[Sequence[float]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | torch.Tensor | Mapping[str, object]"
+)
+
+
+class DirectionsForm(msgspec.Struct, forbid_unknown_fields=True):
+    """Projections on directions."""
+
+    directions: Annotated[list[VectorForm], msgspec.Meta(min_length=1, max_length=MAX_DIRECTIONS)] | PackedVector
+
+
+class ProbesForm(msgspec.Struct, forbid_unknown_fields=True):
+    """Projections on probes of registered modules, each written `module/probe`."""
+
+    probes: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_DIRECTIONS)]
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Projection:
+    """The dot products of every row with k directions, computed in float32.
+
+    Directions are not normalized: a unit vector yields the length of a row along it, the weights of a probe yield its
+    score. Equality and hash are by content.
+
+    Examples:
+        >>> from vllm_steer import CaptureSpec, Projection
+        >>> directions = Projection([[1.0, 0.0], [0.0, 1.0]])
+        >>> directions.directions.shape
+        (2, 2)
+        >>> spec = CaptureSpec(hooks={"post_block": [12]}, reduce=directions)
+    """
+
+    directions: npt.NDArray[np.float32]
+    """float32 ``[k, H]``, C-contiguous, finite, read-only."""
+
+    def __init__(self, directions: DirectionsInput, field: str = "directions") -> None:
+        """Validate the directions.
+
+        Args:
+            directions: A list of vectors in any form that `parse_vector` accepts; a numpy array or torch tensor
+                ``[k, H]``; or the packed form with shape ``[k, H]``. 1 to 1024 directions of equal width, at most
+                2^22 components in total.
+            field: Path of the value, for errors.
+
+        Raises:
+            SteeringError: ``directions`` has another form.
+        """
+        object.__setattr__(self, "directions", _read(directions, field))
+
+    @classmethod
+    def from_wire(cls, obj: object, field: str = "reduce") -> "Projection":
+        """Decode the result of `to_wire`; raise SteeringError on anything else."""
+        if not isinstance(obj, Mapping) or set(obj) != {"shape", "data"} or not isinstance(obj["data"], bytes):
+            raise SteeringError(field, "is not an encoded projection")
+        shape = _shape(obj["shape"], field)
+        if len(obj["data"]) != 4 * shape[0] * shape[1]:
+            raise SteeringError(field, f"has {len(obj['data'])} bytes of data for shape {list(shape)} in float32")
+        return cls(np.frombuffer(obj["data"], "<f4").reshape(shape), field)
+
+    def to_wire(self) -> dict[str, object]:
+        """Return the shape and the float32 bytes, as builtins for msgpack."""
+        return {"shape": list(self.directions.shape), "data": self.directions.astype("<f4", copy=False).tobytes()}
+
+    @cached_property
+    def digests(self) -> tuple[bytes, ...]:
+        """The content digest of each direction."""
+        return tuple(content_digest(direction) for direction in self.vectors)
+
+    @property
+    def vectors(self) -> tuple[bytes, ...]:
+        """The little-endian float32 bytes of each direction."""
+        return tuple(row.astype("<f4", copy=False).tobytes() for row in self.directions)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of all directions in order; it identifies projected rows in transfers."""
+        return projection_digest(self.digests)
+
+    @property
+    def in_engine(self) -> bool:
+        """Whether the engine computes the projection; otherwise it is computed where the rows arrive.
+
+        The engine does so if the result is smaller than a row of 16-bit numbers and there are at most
+        `MAX_ENGINE_DIRECTIONS` directions, each of which takes an entry of the vector table.
+        """
+        count, width = self.directions.shape
+        return bool(count <= MAX_ENGINE_DIRECTIONS and 2 * count < width)
+
+    def _content(self) -> tuple[tuple[int, ...], bytes]:
+        return self.directions.shape, self.directions.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return self._content() == other._content() if isinstance(other, Projection) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    def __repr__(self) -> str:
+        return f"Projection(<float32{list(self.directions.shape)}>)"
+
+    def __deepcopy__(self, memo: object) -> "Projection":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through the constructor, because an unpickled array would be writeable.
+        return partial(Projection, self.directions), ()
+
+
+def projection_digest(digests: Sequence[bytes]) -> bytes:
+    """Return the digest of a projection from the digests of its directions."""
+    return content_digest(b"".join(digests))
+
+
+@dataclass(frozen=True)
+class NamedProjection:
+    """A projection on probes of registered modules; admission of the request replaces it by a `Projection`."""
+
+    probes: tuple[ProbeReference, ...]
+    """Probes in the order of the result's columns."""
+
+    @classmethod
+    def parse(cls, value: object, field: str = "probes") -> "NamedProjection":
+        """Parse a list of 1 to 1024 probes such as ``"calm/anger"``."""
+        if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_DIRECTIONS:
+            raise SteeringError(field, f'must be a list of 1 to {MAX_DIRECTIONS} probes such as ["calm/anger"]')
+        return cls(tuple(parse_probe(item, f"{field}[{i}]") for i, item in enumerate(value)))
+
+    def to_wire(self) -> dict[str, object]:
+        """Return the names as builtins."""
+        return {"probes": [str(probe) for probe in self.probes]}
+
+
+def _read(value: object, field: str) -> npt.NDArray[np.float32]:
+    if isinstance(value, Mapping):
+        rows: Any = _unpacked(value, field)
+    elif isinstance(value, (list, tuple)):
+        rows = value
+    else:
+        shape = getattr(value, "shape", None)
+        if not isinstance(shape, tuple) or not hasattr(value, "dtype"):
+            raise SteeringError(
+                field,
+                "must be a list of vectors, a numpy array or torch tensor [k, H], or packed (dtype, shape [k, H], "
+                f"data), not {shown(value)} ({type(value).__name__})",
+            )
+        _shape(shape, field)
+        rows = value
+    if not 1 <= len(rows) <= MAX_DIRECTIONS:
+        raise SteeringError(field, f"has {len(rows)} directions; give 1 to {MAX_DIRECTIONS}")
+    vectors = []
+    for i, row in enumerate(rows):
+        vectors.append(parse_vector(row, f"{field}[{i}]"))
+        if vectors[i].size != vectors[0].size:
+            raise SteeringError(
+                f"{field}[{i}]", f"has width {vectors[i].size}, but {field}[0] has width {vectors[0].size}"
+            )
+        if (i + 1) * vectors[0].size > MAX_COMPONENTS:
+            raise SteeringError(field, f"has more than {MAX_COMPONENTS} components in {len(rows)} directions")
+    # A view of a bytes object is immutable for good.
+    return np.frombuffer(b"".join(vector.tobytes() for vector in vectors), np.float32).reshape(len(vectors), -1)
+
+
+def _shape(shape: object, field: str) -> tuple[int, int]:
+    if not isinstance(shape, (list, tuple)) or not all(map(is_integer, shape)):
+        raise SteeringError(field, f"must have a shape of two integers, [k, H], not {shown(shape)}")
+    if len(shape) != 2:
+        hint = "; a single direction is [1, H]" if len(shape) == 1 else ""
+        raise SteeringError(field, f"has shape {shown(list(shape))}; directions are [k, H]{hint}")
+    count, width = int(shape[0]), int(shape[1])
+    if not 1 <= count <= MAX_DIRECTIONS or not 1 <= width <= MAX_WIDTH or count * width > MAX_COMPONENTS:
+        raise SteeringError(
+            field,
+            f"has shape {shown([count, width])}; allowed are 1 to {MAX_DIRECTIONS} directions of 1 to {MAX_WIDTH} "
+            f"components, at most {MAX_COMPONENTS} in total",
+        )
+    return count, width
+
+
+def _unpacked(packed: Mapping[Any, object], field: str) -> npt.NDArray[Any]:
+    dtype = read_packed_dtype(packed, field)
+    shape = _shape(packed["shape"], f"{field}.shape")
+    return decode_packed(packed["data"], shape[0] * shape[1], dtype, f"{field}.data").reshape(shape)
