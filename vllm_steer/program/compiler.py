@@ -265,7 +265,9 @@ def _tokens_of(selector: Selector) -> Wire:
 
 
 def _compile_bound(bound: Bound) -> CompiledBound:
-    return CompiledBound(bound.above, bound.threshold)
+    if bound.above is not None:
+        return CompiledBound(True, bound.above)
+    return CompiledBound(False, bound.below or 0.0)
 
 
 def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout:
@@ -329,7 +331,7 @@ def _use_instead(name: str, numbers: Mapping[str, int]) -> str:
 
 def _compile_stop(stop: Stop, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> CompiledStop:
     number = _find_probe(stop.readout, readouts, numbers, field)
-    return CompiledStop(number, _compile_bound(stop.bound), stop.tokens, compile_parts(stop.part))
+    return CompiledStop(number, _compile_bound(stop.bound), stop.tokens, compile_parts(stop.positions))
 
 
 def _compile_condition(
@@ -339,7 +341,7 @@ def _compile_condition(
     kind = WINDOW_CODES.get(condition.window, 0)
     if condition.over is not None:
         kind = (OVER_CODES if condition.window == "prompt" else PREVIOUS_CODES)[condition.over]
-    elif condition.count is not None:
+    elif condition.tokens is not None:
         kind = HELD
     readout = readouts[index]
     if kind == TOKEN and readout.mlp is not None:
@@ -356,10 +358,10 @@ def _compile_condition(
         _compile_bound(condition.bound),
         condition.sharpness or 0.0,
         None if condition.release is None else _compile_bound(condition.release),
-        None if condition.tokens is None or condition.tokens.spans else condition.tokens.to_wire(),
+        None if condition.positions is None or condition.positions.spans else condition.positions.to_wire(),
         condition.alpha or 0.0,
-        condition.count or 0,
-        compile_parts(condition.tokens),
+        condition.tokens or 0,
+        compile_parts(condition.positions),
     )
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_PROBE_WIDTH
-from vllm_steer.request.json_schema import any_of
+from vllm_steer.request.declared import any_of
 from vllm_steer.request.projection import Projection
 from vllm_steer.request.scalars import read_choice, shown
 from vllm_steer.request.vector import PackedVector, Vector, VectorForm, parse_vector

@@ -11,7 +11,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import PointName
-from vllm_steer.request.json_schema import any_of
+from vllm_steer.request.declared import any_of
 from vllm_steer.request.matrix import is_matrix
 from vllm_steer.request.mlp import HAS_HIDDEN_LAYER, MlpForm, MlpProbe
 from vllm_steer.request.scalars import read_number, shown

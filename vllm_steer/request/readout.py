@@ -12,7 +12,7 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_READOUTS, MAX_TOP_K
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.request.json_schema import any_of
+from vllm_steer.request.declared import any_of
 from vllm_steer.request.mlp import NO_COSINE, MlpForm, MlpProbe, is_mlp
 from vllm_steer.request.part import PartName, PromptPartName, SpanForm
 from vllm_steer.request.probe import READING

@@ -14,9 +14,9 @@ import msgspec
 from vllm_steer.limits import MAX_READOUTS, MAX_STOPS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.request.capture_form import CaptureForm
-from vllm_steer.request.condition import StopForm
+from vllm_steer.request.condition import Stop
+from vllm_steer.request.declared import Schema, any_of, json_schema
 from vllm_steer.request.edit import EditForm
-from vllm_steer.request.json_schema import Schema, any_of, json_schema
 from vllm_steer.request.readout import ReadoutForm
 from vllm_steer.request.references import ReferencesForm
 from vllm_steer.request.vector import VectorForm
@@ -71,7 +71,7 @@ class RequestForm(msgspec.Struct, kw_only=True):
         ),
     ]
     stop_on: Annotated[
-        list[StopForm],
+        list[Stop],
         msgspec.Meta(
             min_length=1, max_length=MAX_STOPS, description="Conditions on readouts, any of which ends generation."
         ),

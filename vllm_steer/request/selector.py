@@ -93,7 +93,6 @@ class _Generated:
 _Where: TypeAlias = "SelectorName | PartName | PromptPartName | tuple[Interval, ...] | _Generated | Span"
 
 
-@dataclass(frozen=True, init=False, repr=False)
 class Selector:
     """A set of token positions of one request; immutable and hashable.
 
@@ -116,6 +115,7 @@ class Selector:
 
     # A name, or intervals. In an interval, a start below 0 and a stop of 0 or below count from the prompt's end. A stop
     # of 0 is that end itself, which a pair in a request cannot express. OPEN_END means no end.
+    __slots__ = ("_where",)
     _where: _Where
 
     def __init__(self, tokens: TokensInput = "all", field: str = "tokens") -> None:
@@ -249,6 +249,18 @@ class Selector:
     def from_wire(cls, obj: object) -> "Selector":
         """Parse the result of `to_wire`, with the checks of `parse`."""
         return _named(obj) if isinstance(obj, str) else cls.parse(obj)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"cannot set {name!r}: selectors are immutable")
+
+    def __eq__(self, other: object) -> bool:
+        return self._where == other._where if isinstance(other, Selector) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._where)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Selector, (self.to_wire(),)
 
     def __repr__(self) -> str:
         return f"Selector({self.to_wire()!r})"

@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_steer.patching.request import StudyForm
 from vllm_steer.registry.schema import SteeringApplied
-from vllm_steer.request.json_schema import Schema, any_of, json_schema
+from vllm_steer.request.declared import Schema, any_of, json_schema
 from vllm_steer.request.probe import ProbeForm
 from vllm_steer.request.references import NAME_RULE, ReferencesForm
 from vllm_steer.request.request_fields import (
