@@ -16,7 +16,7 @@ from vllm_steer.request.declared import json_schema, read
 
 ABOVE = {"readout": "refusal", "above": 0.5}
 CONDITIONS: list[dict[str, Any]] = [
-    {**ABOVE, "window": "token"},
+    {**ABOVE, "sharpness": 2.5},
     {**ABOVE, "window": "latch", "release": {"below": 0.25}},
     {**ABOVE, "window": "prompt", "over": "max", "positions": [[1, 4]]},
     {**ABOVE, "window": "previous", "tokens": 3, "positions": {"between": [3, "<x>"]}},

@@ -60,7 +60,7 @@ def record_reach(state: Any, num_forwarded: int) -> None:
     unreached = tuple(
         (path, selector)
         for selector, paths in selections
-        if not selector.reaches(state.prompt_len, stop)
+        if selector.intervals(state.prompt_len)[0][0] >= stop
         for path in paths
     )
     if parts:

@@ -33,7 +33,7 @@ _ANY_OF = "any_of"
 """Key of a union in the metadata of a field; msgspec's own replaces it if the key is ``anyOf``."""
 
 
-class Declared(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class Declared(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base of the types that declare request fields.
 
     ``__post_init__`` checks rules between fields; its errors have paths relative to the object. A field of another
@@ -42,9 +42,9 @@ class Declared(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     """
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the JSON form without the fields that are None."""
-        builtins = msgspec.to_builtins(self, enc_hook=lambda value: value.to_wire())
-        return {name: value for name, value in builtins.items() if value is not None}
+        """Return the JSON form, without the fields that have their defaults."""
+        builtins: dict[str, Any] = msgspec.to_builtins(self, enc_hook=lambda value: value.to_wire())
+        return builtins
 
 
 T = TypeVar("T", bound=Declared)
