@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ from vllm_steer import SteeringError
 from vllm_steer.request import declared
 from vllm_steer.request.condition import Condition, Stop
 from vllm_steer.request.declared import json_schema, read
+from vllm_steer.request.readout import parse_readouts
 
 ABOVE = {"readout": "refusal", "above": 0.5}
 CONDITIONS: list[dict[str, Any]] = [
@@ -55,11 +57,22 @@ def test_numpy_numbers_are_python_numbers() -> None:
         ({"readout": "r", "above": 1.0, "positions": [1, "x"]}, "when.positions[1]"),
         ({"readout": "r", "above": float("nan")}, "when.above"),
         ({1: 2}, "when"),
+        (MappingProxyType({**ABOVE, "windw": "latch"}), "when"),
+        ({**ABOVE, "window": "latch", "release": MappingProxyType({"below": 0.1, "x": 1})}, "when.release"),
+        ({**ABOVE, "window": "latch", "release": np.array([1.0])}, "when.release"),
         ({f"k{i}": 1 for i in range(10**5)}, "when"),
     ],
 )
 def test_paths(value: dict[Any, Any], field: str) -> None:
-    """Catches an invalid value that msgspec refuses and that is reported at another path, or accepted."""
+    """Catches an invalid value at another path, and a key or an array that msgspec alone would ignore."""
     with pytest.raises(SteeringError) as refused:
         read(Condition, value, "when")
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("lens", [np.array([1, 2]), range(3), MappingProxyType({"topk": 5}), True])
+def test_a_lens_is_a_dict(lens: Any) -> None:
+    """Catches an array or a misspelt key that becomes a lens with the defaults."""
+    with pytest.raises(SteeringError) as refused:
+        parse_readouts({"a": {"lens": lens, "point": "post_block", "layer": 1}})
+    assert refused.value.field == "readouts.a.lens"

@@ -15,7 +15,7 @@ from vllm_steer.program.dynamic import TOKEN, CompiledReadout, CompiledStop
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.request import Projection
 from vllm_steer.request.condition import condition_source
-from vllm_steer.request.mlp import NO_COSINE, TOO_LATE, MlpProbe
+from vllm_steer.request.hidden_layer import NO_COSINE, TOO_LATE, HiddenLayer
 from vllm_steer.request.probe import Probe
 from vllm_steer.request.scalars import read_number
 
@@ -101,7 +101,7 @@ def with_probes(program: Program, find: FindProbe) -> Program:
                 name = readout.probes[0]
                 probe = find(name, f"{field}[0]")
                 readout = _with_reading(readout, probe, name, source)
-                if isinstance(probe.weights, MlpProbe):
+                if isinstance(probe.weights, HiddenLayer):
                     _check_mlp(program, number)
                     readout = msgspec.structs.replace(readout, mlp=compile_mlp(probe.weights))
                     projection = probe.weights.weights

@@ -16,7 +16,7 @@ import msgspec
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
 from vllm_steer.request import OPEN_END, Selector
-from vllm_steer.request.mlp import ACTIVATIONS
+from vllm_steer.request.hidden_layer import ACTIVATIONS
 from vllm_steer.request.selector import Wire
 
 TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, MEAN, MAX, EMA, HELD, PART, STOP = range(1, 13)

@@ -8,6 +8,7 @@ msgspec decodes and checks a correct value in one call. It refuses another one w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
@@ -47,6 +48,7 @@ class Declared(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
         return builtins
 
 
+_BUILTINS = frozenset({dict, list, tuple, str, int, float, bool, type(None)})
 T = TypeVar("T", bound=Declared)
 
 
@@ -63,10 +65,11 @@ def read(form: type[T], value: object, field: str) -> T:
     """
     if isinstance(value, form):
         return value
-    try:
-        return msgspec.convert(value, form, dec_hook=lambda cls, item: cls.parse(item, ""))
-    except (msgspec.ValidationError, UnicodeError):  # lone surrogates cannot be compared
-        return _read_fields(form, value, field)
+    # Of other mappings msgspec ignores unknown keys, and it takes arrays for mappings.
+    if type(value) is dict and _BUILTINS.issuperset(map(type, value.values())):
+        with suppress(msgspec.ValidationError, UnicodeError):  # lone surrogates cannot be compared
+            return msgspec.convert(value, form, dec_hook=lambda cls, item: cls.parse(item, ""))
+    return _read_fields(form, value, field)
 
 
 def check_keys(value: object, names: tuple[str, ...], field: str, aliases: Mapping[str, str] | None = None) -> None:
@@ -79,12 +82,17 @@ def check_keys(value: object, names: tuple[str, ...], field: str, aliases: Mappi
             raise SteeringError(field, f"unknown key {shown(key)}; use {', '.join(names)}{similar}")
 
 
+def join(field: str, inner: str) -> str:
+    """Return the path of a value below ``field``; either may be empty."""
+    return f"{field}.{inner}" if field and inner else field or inner
+
+
 def _read_fields(form: type[T], value: Any, field: str) -> T:
     declared = msgspec.structs.fields(form)
     check_keys(value, tuple(each.encode_name for each in declared), field)
     given = {}
     for each in declared:
-        path = f"{field}.{each.encode_name}"
+        path = join(field, each.encode_name)
         if each.encode_name in value:
             given[each.name] = _read_type(each.type, {}, value[each.encode_name], path)
         elif each.required:
@@ -92,7 +100,7 @@ def _read_fields(form: type[T], value: Any, field: str) -> T:
     try:
         return form(**given)
     except SteeringError as error:
-        raise SteeringError(f"{field}.{error.field}" if error.field else field, error.problem) from None
+        raise SteeringError(join(field, error.field), error.problem) from None
 
 
 def _extra(kind: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from vllm_steer.request.capture_form import CaptureForm
 from vllm_steer.request.condition import Stop
 from vllm_steer.request.declared import Schema, any_of, json_schema
 from vllm_steer.request.edit import EditForm
-from vllm_steer.request.readout import ReadoutForm
+from vllm_steer.request.readout import Readout
 from vllm_steer.request.references import ReferencesForm
 from vllm_steer.request.vector import VectorForm
 
@@ -63,7 +63,7 @@ class RequestForm(msgspec.Struct, kw_only=True):
         msgspec.Meta(min_length=1, description="Rows of the residual stream to capture, by consumer."),
     ]
     readouts: Annotated[
-        dict[str, ReadoutForm],
+        dict[str, Readout],
         msgspec.Meta(
             min_length=1,
             max_length=MAX_READOUTS,
