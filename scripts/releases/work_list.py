@@ -71,7 +71,7 @@ SEAM_LEGEND: Final = (
 LAYER_LEGEND: Final = (
     "A *recipe* says where in the `forward` of a class the hook points are. Classes without one are refused."
 )
-PROOF_LEGEND: Final = "A version is supported when these pass with it, and so does `make test-version VLLM=VERSION`."
+PROOF_LEGEND: Final = "A version is supported when these pass with it."
 
 
 def write_report(diff: ReleaseDiff, *, with_source: bool = False) -> str:

@@ -72,7 +72,7 @@ def test_the_command_writes_a_report(tmp_path: Path) -> None:
     assert "missing.whl" in wrong.output
 
 
-@pytest.mark.parametrize(("old", "new"), [("0.31.0", "0.32.0"), ("0.32.0", "0.33.0")])
+@pytest.mark.parametrize(("old", "new"), [("0.32.0", "0.33.0")])
 def test_pages_list_the_recorded_changes(old: str, new: str) -> None:
     """Catches a page that was not written again after the table of seams changed."""
     page = (ROOT / "docs" / "design" / "releases" / f"{new.removesuffix('.0')}.md").read_text()
