@@ -85,7 +85,7 @@ def test_pages_list_the_recorded_changes(old: str, new: str) -> None:
     assert {(*row[:3], row[3].strip("`") if row[3].startswith("`") else "") for row in rows} == expected
 
 
-@pytest.mark.parametrize("version", ["0.32", "0.33"])
+@pytest.mark.parametrize("version", ["0.33"])
 def test_pages_have_no_setting_without_a_verdict(version: str) -> None:
     """Catches a new setting of vLLM that was never compared with steering."""
     page = (ROOT / "docs" / "design" / "releases" / f"{version}.md").read_text()
