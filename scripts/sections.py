@@ -13,6 +13,7 @@ import patching_sections
 import peer_sections
 from gpu_page import gpu_failures, next_version
 from measured import MakeTable, current, machine_of, newest_costs, of_any_code, read
+from rooms import ROOMS
 
 from vllm_steer.compat.stages import REQUEST_STAGES
 from vllm_steer.compat.version import CONFLICTS
@@ -107,6 +108,13 @@ def start(table: MakeTable) -> str:
     )
 
 
+def rooms(table: MakeTable) -> str:
+    """Return the architecture page's table of the rooms of the package."""
+    return table(
+        ("room", "contents"), [(", ".join(f"`{name}`" for name in room.names), room.contents) for room in ROOMS]
+    )
+
+
 def stages(table: MakeTable) -> str:
     """Return the architecture page's table of the stages that a request passes."""
     rows = [
@@ -144,7 +152,7 @@ FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
 """Projects whose fields are refused by name without their interface, by page."""
 SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "README.md": {"costs": costs},
-    "docs/design/architecture.md": {"stages": stages},
+    "docs/design/architecture.md": {"rooms": rooms, "stages": stages},
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed},
     "docs/explanation/limitations.md": {"conflicts": conflicts, "gpu-failures": gpu_failures},

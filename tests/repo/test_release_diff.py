@@ -44,7 +44,7 @@ def report(**new: str) -> str:
         ({"arguments": "self, x=1"}, rf"\* `{SCHEDULER}`: `\(self\)` to `\(self, x=1\)`"),
         ({"field": "seeds"}, "Engine arguments, new: `seeds`; gone: `seed`"),
         ({"variable": "VLLM_B"}, "Environment variables, new: `VLLM_B`; gone: `VLLM_A`"),
-        ({"variable": "VLLM_B"}, "Without a row in `compat/settings.py`: `VLLM_B`"),
+        ({"variable": "VLLM_B"}, "Without a row in `scripts/releases/settings.py`: `VLLM_B`"),
         ({"field": "monokernel"}, r"\| `monokernel` \| refused \|"),
     ],
 )
@@ -89,5 +89,5 @@ def test_pages_list_the_recorded_changes(old: str, new: str) -> None:
 def test_pages_have_no_setting_without_a_verdict(version: str) -> None:
     """Catches a new setting of vLLM that was never compared with steering."""
     page = (ROOT / "docs" / "design" / "releases" / f"{version}.md").read_text()
-    assert "* Without a row in `compat/settings.py`: none\n" in page
+    assert "* Without a row in `scripts/releases/settings.py`: none\n" in page
     assert "| `monokernel` | refused |" in page or version != "0.33"
