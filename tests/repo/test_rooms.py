@@ -36,6 +36,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("patching",),
     ("server",),
     ("client",),
+    ("adapters",),
     ("peers",),
     ("testing",),
     ("cli",),

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_steer.adapters import MAX_EDITS, read_choice, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_EDITS
 from vllm_steer.peers.rhizonymph.packed import read_hooks
-from vllm_steer.request.scalars import read_choice, shown
 
 WINDOWS: Mapping[str, str] = {"this_token": "token", "next_step": "previous", "rest_of_request": "latch"}
 """Windows of conditions by scope."""

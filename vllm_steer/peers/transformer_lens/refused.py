@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from vllm_steer.errors import SteeringError
 
 REFUSED = {
@@ -74,13 +76,12 @@ def loading_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SteeringError: An argument is not supported.
     """
-    from vllm_steer.compat.internals import current_platform
-
     kept = dict(arguments)
     for name, advice in LOADING.items():
         if kept.pop(name, None):
             raise SteeringError(name, advice)
-    device = kept.pop("device", None)
-    if device is not None and str(device).partition(":")[0] != current_platform.device_type:
-        raise SteeringError("device", f"vLLM was built for {current_platform.device_type}; omit it")
+    device, accelerator = kept.pop("device", None), torch.accelerator.current_accelerator()
+    own = "cpu" if accelerator is None else accelerator.type
+    if device is not None and str(device).partition(":")[0] != own:
+        raise SteeringError("device", f"vLLM runs on {own}; omit it")
     return kept

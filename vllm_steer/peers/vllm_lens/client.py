@@ -12,9 +12,7 @@ from urllib.parse import quote
 import httpx
 import torch
 
-from vllm_steer.client.encoding import to_json
-from vllm_steer.client.endpoints import auth_headers
-from vllm_steer.client.responses import parse_error
+from vllm_steer.client import auth_headers, parse_error, to_json
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.vllm_lens.keys import CAPTURE_KEY, STEERING_KEY, TRANSPORT_KEY, SteeringVector
 from vllm_steer.peers.vllm_lens.refused import CLIENT_ARGUMENTS, CLIENT_METHODS, refuse_attribute

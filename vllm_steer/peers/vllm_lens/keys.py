@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator
 
+from vllm_steer import Edit
+from vllm_steer.adapters import MASK_HINT, MAX_EDITS, refuse_repeated, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_EDITS
 from vllm_steer.peers.vllm_lens.tensors import MAX_BYTES, deserialize_tensor, measure, serialize_tensor
-from vllm_steer.request import Edit
-from vllm_steer.request.scalars import MASK_HINT, refuse_repeated, shown
 
 CAPTURE_KEY = "output_residual_stream"
 STEERING_KEY = "apply_steering_vectors"

@@ -7,14 +7,13 @@ from typing import Any, NoReturn
 
 import torch
 
-import vllm_steer.params
-from vllm_steer.llm import LLM as SteerLLM
+import vllm_steer
 from vllm_steer.peers.vllm_lens.keys import KEYS, read_keys
 from vllm_steer.peers.vllm_lens.refused import LLM_METHODS, refuse_attribute
 from vllm_steer.peers.vllm_lens.tensors import stack_layers
 
 
-class _KeysMeta(type(vllm_steer.params.SamplingParams)):  # type: ignore[misc]
+class _KeysMeta(type(vllm_steer.SamplingParams)):  # type: ignore[misc]
     """Metaclass that translates the request keys before the parameters are made."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -26,7 +25,7 @@ class _KeysMeta(type(vllm_steer.params.SamplingParams)):  # type: ignore[misc]
         return super().__call__(*args, **kwargs)
 
 
-class SamplingParams(vllm_steer.params.SamplingParams, metaclass=_KeysMeta):
+class SamplingParams(vllm_steer.SamplingParams, metaclass=_KeysMeta):
     """``vllm_steer.SamplingParams`` whose ``extra_args`` may hold the request keys of vllm-lens.
 
     Examples:
@@ -36,7 +35,7 @@ class SamplingParams(vllm_steer.params.SamplingParams, metaclass=_KeysMeta):
     """
 
 
-class LLM(SteerLLM):
+class LLM(vllm_steer.LLM):
     """``vllm_steer.LLM`` with steering enabled, whose outputs have ``activations``.
 
     ``output.activations["residual_stream"]`` has the shape ``(layers, prompt + generated - 1, hidden)``, with ascending
