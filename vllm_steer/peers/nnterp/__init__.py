@@ -18,7 +18,7 @@ from vllm_steer.peers.nnterp.functions import (
     run_prompts,
 )
 from vllm_steer.peers.nnterp.model import StandardizedTransformer
-from vllm_steer.peers.nnterp.refused import FUNCTIONS
+from vllm_steer.peers.refusals import NAME, REFUSALS
 
 __all__ = [
     "Prompt",
@@ -34,4 +34,4 @@ __all__ = [
     "run_prompts",
 ]
 
-__getattr__ = imported_on_use(__name__, {}, FUNCTIONS)
+__getattr__ = imported_on_use(__name__, {}, REFUSALS["nnterp"][NAME])

@@ -13,9 +13,9 @@ from vllm_steer import Edit, SamplingParams, site
 from vllm_steer.adapters import MASK_HINT, is_integer, refuse_repeated, shown
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.engines import Engine, plain_count, read_prompts, rows_of
-from vllm_steer.peers.nnterp.refused import ATTRIBUTES
 from vllm_steer.peers.nnterp.trace import Sites, Tracer
 from vllm_steer.peers.nnterp.values import LogProbabilities, Probabilities
+from vllm_steer.peers.refusals import MODEL, REFUSALS, refuse_attribute, refuse_names
 
 SITES: Mapping[str, str] = {
     "layers_input": "pre_attn",
@@ -145,8 +145,7 @@ class StandardizedTransformer(Engine):
         Raises:
             SteeringError: A line cannot be compiled to captures and edits.
         """
-        for name in unsupported:
-            raise SteeringError(name, "is not supported by trace")
+        refuse_names(unsupported, {}, "is not supported by trace")
         if self._tracer is not None:
             raise SteeringError("trace", "a trace is already open")
         if not is_integer(max_new_tokens) or max_new_tokens < 1:
@@ -308,8 +307,7 @@ class StandardizedTransformer(Engine):
         return self.submit(encoded, [self.params(max_tokens=max_new_tokens, **kwargs) for _ in encoded])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ATTRIBUTES:
-            raise SteeringError(name, ATTRIBUTES[name])
+        refuse_names([name], REFUSALS["nnterp"][MODEL])
         if name in SITES:
             raise SteeringError(name, f"cannot be assigned; write {name}[layer] = rows in a trace, or use steer")
         super().__setattr__(name, value)
@@ -319,6 +317,4 @@ class StandardizedTransformer(Engine):
             if self._tracer is None:
                 raise SteeringError(name, "is read and written within model.trace")
             return Sites(self._tracer, name)
-        if name in ATTRIBUTES:
-            raise SteeringError(name, ATTRIBUTES[name])
-        raise AttributeError(f"StandardizedTransformer has no attribute {name}")
+        refuse_attribute(self, name, REFUSALS["nnterp"][MODEL])

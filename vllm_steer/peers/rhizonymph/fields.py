@@ -7,30 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_steer.adapters import FIELDS_OF_OTHERS, MAX_EDITS, is_integer, shown
+from vllm_steer.adapters import MAX_EDITS, is_integer, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.rhizonymph.gates import NO_CONVERSATION, compile_gates, is_gate
+from vllm_steer.peers.refusals import NAME, REFUSALS, SERVED_BY_RHIZONYMPH, refuse_names
+from vllm_steer.peers.rhizonymph.gates import compile_gates, is_gate
 from vllm_steer.peers.rhizonymph.packed import read_hooks, read_table
 
 VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 """Vector fields of requests."""
 MODULE_FIELDS: Mapping[str, str] = {"vectors": "base", "prefill_vectors": "prefill", "decode_vectors": "decode"}
 """Vector fields of modules and of ``/v1/steering/set`` by the fork's names."""
-CLAMP_FIELDS = ("clamps", "prefill_clamps", "decode_clamps")
-"""Fields of modules and of ``/v1/steering/set`` that are refused."""
-PROJECT = "RhizoNymph/vllm"
-SERVED = ("patch", "patch_vectors", "steering_name", "capture_wait")
-"""Fields of the fork that this project does not have, and that are translated."""
-REFUSED: Mapping[str, str] = {
-    **{
-        name: f"is not supported; {advice}"
-        for name, (project, advice) in FIELDS_OF_OTHERS.items()
-        if project == PROJECT and name not in SERVED
-    },
-    "steering_module_ref": "is not supported; register the module and name it in steering_name",
-    "conversation_id": NO_CONVERSATION,
-}
-"""Fields that are not served, with what to do instead."""
+REFUSED = REFUSALS["rhizonymph"][NAME]
 _SITE_KEYS = frozenset(
     (
         "layer", "hook", "dest_position", "source_run", "source_position", "source_module", "source_inline", "alpha",
@@ -45,7 +32,7 @@ _NO_SOURCE = {
     "mask": "is not supported; use steering with kind replace and subspace",
 }
 _ID, _RANGES = "request_id", "ranges"
-FIELDS = ("steering", "capture", *VECTOR_FIELDS, *SERVED, *REFUSED)
+FIELDS = ("steering", "capture", *VECTOR_FIELDS, *SERVED_BY_RHIZONYMPH, *REFUSED)
 """Fields that the translation reads; others are passed on."""
 
 
@@ -65,9 +52,7 @@ def translate_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         [2]
     """
     fields = {name: value for name, value in given.items() if value is not None or name not in FIELDS}
-    for name, advice in REFUSED.items():
-        if name in fields:
-            raise SteeringError(name, advice)
+    refuse_names(fields, REFUSED)
     if fields.pop("capture_wait", True) is not True:
         raise SteeringError("capture_wait", "must be true; the response waits for the consumers")
     if "capture" in fields:

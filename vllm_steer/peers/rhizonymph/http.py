@@ -10,7 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.http import Translated, TranslatingMiddleware
-from vllm_steer.peers.rhizonymph.fields import CLAMP_FIELDS, FIELDS, MODULE_FIELDS, translate_fields
+from vllm_steer.peers.refusals import MODULE_FIELD, REFUSALS, refuse_names
+from vllm_steer.peers.rhizonymph.fields import FIELDS, MODULE_FIELDS, translate_fields
 from vllm_steer.peers.rhizonymph.packed import read_hooks
 from vllm_steer.server.extension import CAPABILITIES, app_path
 
@@ -24,6 +25,7 @@ PATHS: Mapping[tuple[str, str], str] = {
 SETTERS = ("/v1/steering/set", "/v1/steering/modules")
 DYNAMIC = "/v1/steering/dynamic"
 DYNAMIC_PROBLEM = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
+CLAMPS = REFUSALS["rhizonymph"][MODULE_FIELD]
 RESULTS = "capture_results"
 
 
@@ -31,7 +33,7 @@ class RhizonymphMiddleware(TranslatingMiddleware):
     """Translate bodies and paths, and add ``capture_results`` to the top of responses."""
 
     refused: ClassVar = {DYNAMIC: DYNAMIC_PROBLEM}
-    fields = (*FIELDS, *MODULE_FIELDS, *CLAMP_FIELDS)
+    fields = (*FIELDS, *MODULE_FIELDS, *CLAMPS)
     rights: ClassVar = {name: "capture" if name.startswith("capture") else "steering" for name in FIELDS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,10 +75,8 @@ def rename_vectors(document: Mapping[str, Any]) -> dict[str, Any]:
             fields[ours] = fields.pop(theirs)
         if ours in fields:
             fields[ours] = read_hooks(fields[ours], ours)
-    for name in CLAMP_FIELDS:
-        if fields.pop(name, None) is not None:
-            raise SteeringError(name, "is not supported; use steering with kind clamp")
-    return fields
+    refuse_names((name for name, value in fields.items() if value is not None), CLAMPS)
+    return {name: value for name, value in fields.items() if name not in CLAMPS}
 
 
 async def _add_results(document: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NoReturn, Self
@@ -14,9 +14,19 @@ from vllm_steer import Edit, SamplingParams, site
 from vllm_steer.adapters import shown
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.engines import Engine, plain_count, read_prompts, rows_of
+from vllm_steer.peers.refusals import (
+    ARGUMENT,
+    GENERATING,
+    LOADING,
+    MODEL,
+    REFUSALS,
+    refuse_attribute,
+    refuse_names,
+)
 from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
 from vllm_steer.peers.transformer_lens.hooks import on_prompts
-from vllm_steer.peers.transformer_lens.refused import GENERATING, REFUSED, loading_arguments, refuse
+
+_REFUSED = REFUSALS["transformer-lens"]
 
 
 class HookedTransformer(Engine):
@@ -51,7 +61,14 @@ class HookedTransformer(Engine):
         Raises:
             SteeringError: An argument of TransformerLens is not supported.
         """
-        return cls(model_name, **loading_arguments(kwargs))
+        # Arguments that are false ask for nothing.
+        refuse_names((name for name, value in kwargs.items() if value), _REFUSED[LOADING])
+        kept = {name: value for name, value in kwargs.items() if name not in _REFUSED[LOADING]}
+        device, accelerator = kept.pop("device", None), torch.accelerator.current_accelerator()
+        own = "cpu" if accelerator is None else accelerator.type
+        if device is not None and str(device).partition(":")[0] != own:
+            raise SteeringError("device", f"vLLM runs on {own}; omit it")
+        return cls(model_name, **kept)
 
     @classmethod
     def boot_transformers(cls, model_name: Any, **kwargs: Any) -> Self:
@@ -164,9 +181,7 @@ class HookedTransformer(Engine):
             SteeringError: There are several prompts, or an argument of TransformerLens is not supported.
             RuntimeError: The request ended with an error, for example because a user hook failed.
         """
-        for name in kwargs:
-            if name in GENERATING:
-                raise SteeringError(name, GENERATING[name])
+        refuse_names(kwargs, _REFUSED[GENERATING])
         encoded = self._encode(prompt)
         if len(encoded) > 1:
             raise SteeringError("prompt", f"has {len(encoded)} prompts; generate serves one, and llm.generate several")
@@ -225,9 +240,12 @@ class HookedTransformer(Engine):
         return torch.stack([self.log_probabilities(output.outputs[0].logprobs) for output in outputs])[:, None]
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in REFUSED:
-            raise SteeringError(name, REFUSED[name])
-        raise AttributeError(f"HookedTransformer has no attribute {name}")
+        refuse_attribute(self, name, _REFUSED[MODEL])
+
+
+def refuse(arguments: Iterable[str]) -> None:
+    """Raise SteeringError for an argument of a method that runs the model."""
+    refuse_names(arguments, _REFUSED[ARGUMENT], "is not an argument of this method; omit it")
 
 
 TransformerBridge = HookedTransformer

@@ -16,16 +16,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, f
 from vllm_steer import Edit
 from vllm_steer.adapters import MASK_HINT, MAX_EDITS, refuse_repeated, shown
 from vllm_steer.errors import SteeringError
+from vllm_steer.peers.refusals import KEY, REFUSALS
 from vllm_steer.peers.vllm_lens.tensors import MAX_BYTES, deserialize_tensor, measure, serialize_tensor
 
 CAPTURE_KEY = "output_residual_stream"
 STEERING_KEY = "apply_steering_vectors"
 TRANSPORT_KEY = "activations_transport"
 PREFIX_CACHE_KEY = "skip_reading_prefix_cache"
-REFUSED_KEYS = {
-    "output_qk": "queries and keys cannot be captured; capture attn_out instead",
-    "apply_hooks": "pickled code is not run; use capture, readouts, or edits with a condition in when",
-}
+REFUSED_KEYS = REFUSALS["vllm-lens"][KEY]
 KEYS = (CAPTURE_KEY, STEERING_KEY, TRANSPORT_KEY, PREFIX_CACHE_KEY, *REFUSED_KEYS)
 TRANSPORTS = ("base64", "binary")
 PARENTS = ("extra_args", "vllm_xargs")

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import torch
 
 import vllm_steer
+from vllm_steer.peers import refusals
+from vllm_steer.peers.engines import rows_of
 from vllm_steer.peers.vllm_lens.keys import KEYS, read_keys
-from vllm_steer.peers.vllm_lens.refused import LLM_METHODS, refuse_attribute
 from vllm_steer.peers.vllm_lens.tensors import stack_layers
 
 
@@ -54,7 +55,7 @@ class LLM(vllm_steer.LLM):
         return _with_activations(super().chat(*args, **kwargs))
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(self, name, LLM_METHODS)
+        refusals.refuse_attribute(self, name, refusals.REFUSALS["vllm-lens"][refusals.LLM])
 
 
 def _with_activations(outputs: list[Any]) -> list[Any]:
@@ -77,9 +78,7 @@ def activations_of(output: Any) -> dict[str, torch.Tensor] | None:
     Raises:
         RuntimeError: The rows are not complete.
     """
-    result = (getattr(output, "capture_results", None) or {}).get("memory")
-    if result is None:
+    if "memory" not in (getattr(output, "capture_results", None) or {}):
         return None
-    if result.status != "ok":
-        raise RuntimeError(f"the activations are not complete: {result.error}")
+    result = rows_of(output, "the activations are not complete")
     return {"residual_stream": stack_layers({site: rows.rows for site, rows in result.sites.items()})}
