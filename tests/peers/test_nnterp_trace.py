@@ -290,3 +290,14 @@ def test_engines_that_return_other_scores_are_refused(
                 PeerEngine(model, **arguments)
         else:
             assert PeerEngine(model, **arguments).num_layers == LAYERS
+
+
+def test_engines_without_steering_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an engine without steering that fails later, or an error about an argument that nobody gave."""
+    running = LLM.__new__(LLM)
+    vars(running).update(llm_engine=Engine().llm_engine)
+    monkeypatch.setattr("vllm_steer.llm.engine_context", lambda engine: None)
+    with pytest.raises(SteeringError, match="model: the engine runs without steering"):
+        PeerEngine(running)
+    with pytest.raises(SteeringError, match="capabilities: the engine runs without steering"):
+        running.capabilities()

@@ -12,7 +12,6 @@ import torch
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
-from examples.peers import probe_hook
 from tests.peers.conftest import hidden_states, steered_states
 from vllm_steer import SteeringError
 from vllm_steer.capture.results import SiteRows
@@ -218,12 +217,6 @@ def test_last_tokens_only(engine: Any, hf: Any) -> None:
     states = hidden_states(hf, [*output.prompt_token_ids, *output.outputs[0].token_ids])[1]
     torch.testing.assert_close(output.prefill_hidden[0], states[2:3], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(output.hidden[0], states[5:6], atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.slow
-def test_the_example_runs(engine: Any) -> None:
-    """Catches an example that no longer runs."""
-    assert probe_hook.run(engine) == {"decode": (3, 64), "prefill": (len("Once upon a time"), 64)}
 
 
 class Deltas:

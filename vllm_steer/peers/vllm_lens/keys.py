@@ -267,15 +267,12 @@ def _check_sizes(items: Sequence[Any], field: str, max_bytes: int) -> None:
             count += math.prod(map(int, activations["shape"][:-1]))
         elif activations is not None:
             shape = getattr(activations, "shape", None)
-            count += max(1, math.prod(shape[:-1]) if shape is not None else len(_rows_of(activations)))
+            rows = len(activations) if isinstance(activations, (list, tuple)) else 0
+            count += max(1, rows if shape is None else math.prod(shape[:-1]))
         if size > max_bytes:
             raise SteeringError(field, f"has tensors of more than {max_bytes} bytes; send fewer or smaller ones")
         if count > MAX_EDITS:
             raise SteeringError(field, f"has more than {MAX_EDITS} vectors, the most that are accepted")
-
-
-def _rows_of(activations: Any) -> Sequence[Any]:
-    return activations if isinstance(activations, (list, tuple)) else ()
 
 
 def _refuse_second_norms(vectors: Sequence[SteeringVector], field: str) -> None:
