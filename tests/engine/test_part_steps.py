@@ -106,7 +106,7 @@ def test_state_of_a_resumed_request() -> None:
     )  # fmt: skip
     store = ProgramStore(tables, config, 4, range(4))
     store.add("x", SLOT, request.sampling_params, PROMPT_LEN)
-    found = store.resolved_of("x").dynamic
+    found = store.resolved_of("x").records
     assert found is not None
     (condition,) = found.conditions
     assert condition.kind == PART
