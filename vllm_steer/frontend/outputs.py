@@ -72,7 +72,7 @@ def begin_capture(output_processor: Any, request: Any) -> None:
     """Start collecting the rows of a sample that captures."""
     specs = capture_specs(request.sampling_params)
     program = program_of(request.sampling_params)
-    is_dynamic = program is not None and program.is_dynamic
+    is_dynamic = program is not None and program.has_records
     if specs or is_dynamic:
         manager = capture_manager_of(output_processor)
         state = output_processor.request_states[request.request_id]
