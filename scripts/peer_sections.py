@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from measured import RESULTS
-from steps_page import MakeTable
+from measured import RESULTS, MakeTable
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS, problem_of
