@@ -24,6 +24,7 @@ ROOMS: Final = (
     _room("cli", "the command `vllm-steer`"),
     _room("testing", "what users run to check their own models: random requests (`fuzz`) and proofs (`prove`)"),
     _room("peers", "interfaces of other projects, over the public API"),
+    _room("adapters", "checks and names that interfaces of other libraries share"),
     _room("client", "client of a server with steering"),
     _room("server", "routes, middleware, responses, keys and quotas"),
     _room("patching", "studies: activation patching over prompts, sites and tokens"),

@@ -145,6 +145,26 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
     params.extra_args = {**(params.extra_args or {}), **compiled}
 
 
+def add_steering(params: Any, **fields: Any) -> Any:
+    """Return a copy of vLLM's sampling parameters with steering and captures, for example of an engine's defaults.
+
+    Args:
+        params: Sampling parameters without steering or captures.
+        **fields: Arguments of `SamplingParams` such as ``steering_vectors`` and ``capture``.
+
+    Raises:
+        SteeringError: A field is invalid, or ``params`` already have steering or captures.
+
+    Examples:
+        >>> from vllm_steer import SamplingParams, add_steering, has_steering
+        >>> has_steering(add_steering(SamplingParams(), steering_vectors={"post_block": {1: [0.5]}}))
+        True
+    """
+    copied = params.clone()
+    attach_steering(copied, fields)
+    return copied
+
+
 def refuse_unknown_args(extra: Any) -> None:
     """Raise SteeringError if a key of ``extra_args`` looks like a field of this package or of a similar project.
 

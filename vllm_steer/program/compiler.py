@@ -13,23 +13,21 @@ import numpy.typing as npt
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, CompiledFeature
-from vllm_steer.program.dynamic import (
+from vllm_steer.program.instructions import CODES, UNBOUNDED
+from vllm_steer.program.part import compile_parts
+from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
+from vllm_steer.program.readouts import KINDS as KINDS_OF_READOUTS
+from vllm_steer.program.readouts import CompiledMlp, CompiledReadout
+from vllm_steer.program.records import (
     HELD,
-    LENS,
     OVER_CODES,
     PREVIOUS_CODES,
-    SAE_PREFIX,
     TOKEN,
     WINDOW_CODES,
     CompiledBound,
     CompiledCondition,
-    CompiledMlp,
-    CompiledReadout,
     CompiledStop,
 )
-from vllm_steer.program.instructions import CODES, UNBOUNDED
-from vllm_steer.program.part import compile_parts
-from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.program.vector_table import VectorTable
 from vllm_steer.request import (
     KINDS,
@@ -242,7 +240,6 @@ def _compile_readout(name: str, readout: Readout, vectors: VectorTable) -> Compi
     directions = readout.projections if readout.probe is None else readout.probe
     indices: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-    head = LENS if readout.kind == "lens" else SAE_PREFIX + readout.sae if readout.sae else ""
     mlp = None
     if isinstance(directions, HiddenLayer):
         indices = vectors.add_directions(directions.weights, f"readouts.{name}.probe.weights")
@@ -255,7 +252,7 @@ def _compile_readout(name: str, readout: Readout, vectors: VectorTable) -> Compi
         indices = vectors.add_directions(directions, f"readouts.{name}.{readout.kind}")
     return CompiledReadout(
         name=name,
-        scalar=readout.kind == "probe",
+        scalar=KINDS_OF_READOUTS[readout.kind].is_scalar,
         point=_number_of(readout.point),
         layer=readout.layer or 0,
         vectors=indices,
@@ -263,7 +260,7 @@ def _compile_readout(name: str, readout: Readout, vectors: VectorTable) -> Compi
         sigmoid=bool(readout.sigmoid),
         tokens=_tokens_of(readout.positions),
         probes=names,
-        head=head,
+        head=KINDS_OF_READOUTS[readout.kind].head + (readout.sae or ""),
         top_k=readout.top_k or 0,
         layers=(readout.layers or (0,)) if readout.top_k else (),
         cosine=bool(readout.cosine),
@@ -283,7 +280,7 @@ def _find_probe(name: str, readouts: Mapping[str, Readout], numbers: Mapping[str
         raise SteeringError(
             f"{field}.readout", f"{name!r} is not among the request's readouts; {_use_instead(name, numbers)}"
         )
-    if readouts[name].kind != "probe":
+    if not KINDS_OF_READOUTS[readouts[name].kind].is_scalar:
         raise SteeringError(f"{field}.readout", f"{name!r} has several values per token; name a readout with one probe")
     return numbers[name]
 
