@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON form of the fields that a request may have.
 
-The forms declare names, JSON types, defaults and descriptions. The parsers take names and required fields from them.
-The OpenAPI document and docs/reference derive from their JSON Schemas.
+The types of the fields are declared beside their checks (:mod:`vllm_steer.request.declared`). The OpenAPI document and
+docs/reference derive from their JSON Schemas.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 
@@ -76,6 +78,12 @@ class RequestForm(msgspec.Struct, kw_only=True):
             min_length=1, max_length=MAX_STOPS, description="Conditions on readouts, any of which ends generation."
         ),
     ]
+
+
+GENERAL_NAMES: Mapping[str, type] = MappingProxyType(
+    {name: get_origin(kind) for name, kind in get_type_hints(RequestForm).items() if "steering" not in name}
+)
+"""Fields whose names may have another meaning inside other objects, with the type that the value of ours has."""
 
 
 def request_schemas() -> dict[str, Schema]:
