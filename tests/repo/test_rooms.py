@@ -20,6 +20,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("points", "log", "fs", "limits"),
     ("site_names",),
     ("request",),
+    ("settings",),
     ("config",),
     ("program",),
     ("params",),
