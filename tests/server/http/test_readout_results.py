@@ -25,8 +25,7 @@ from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_payload import RECORDS
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.capture.step_rows import RowIndex, StepRows
-from vllm_steer.frontend import outputs
-from vllm_steer.frontend.outputs import RunningCapture, finish_capture
+from vllm_steer.frontend.sample_state import RunningCapture, SampleState
 from vllm_steer.params import program_of
 from vllm_steer.server.http import readout_feed
 from vllm_steer.server.http.apply_fields import apply_to_params
@@ -64,8 +63,10 @@ class Sample:
         assembler = RowAssembler(4, HIDDEN, torch.float32)
         self.receiver.add_request(self.request_id, assembler)
         manager: Any = None
-        running = RunningCapture(manager, self.receiver, assembler, (), {}, 0, ReadoutStream(program, assembler))
-        setattr(self, outputs._CAPTURE, running)
+        readouts = ReadoutStream(program, assembler)
+        self._steering_sample = SampleState(
+            capture=RunningCapture(manager, self.receiver, assembler, readouts=readouts)
+        )
         track_sample(
             SimpleNamespace(request_states={self.request_id: self}),
             SimpleNamespace(request_id=self.request_id, sampling_params=params),
@@ -80,7 +81,7 @@ class Sample:
         self.receiver._steps.append(StepRows(index, np.array([start]), np.array([count]), data))
         self.num_generated += 1
         if self.num_generated == TOKENS:
-            finish_capture(self, None, None)  # type: ignore[arg-type]
+            self._steering_sample.finish_capture(self, None, None)
 
 
 def record(sample: int, position: int, width: int) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_steer.capture.record_reader import Record
-from vllm_steer.frontend.outputs import controller_error, has_stopped, num_forwarded, read_records
+from vllm_steer.frontend.sample_state import sample_of
 from vllm_steer.metrics.requests import count_gates
 from vllm_steer.program import Program
 from vllm_steer.program.dynamic import LENS
@@ -58,8 +58,11 @@ class ReadoutFeed:
         """
         self._no_trace = no_trace
         self._model_name = model_name
-        self._state = state
-        program, self._reader = read_records(state)
+        sample = sample_of(state)
+        if sample is None or sample.readouts is None:
+            raise ValueError("the request has no records")
+        self._state, self._sample, program = state, sample, sample.readouts.program
+        self._reader = sample.read_records(state)
         self._empty = {
             readout.name: dict.fromkeys(("positions", *_FIELDS[readout.head.partition(":")[0]]), ())
             for readout in program.readouts
@@ -77,14 +80,14 @@ class ReadoutFeed:
 
     def take(self) -> dict[str, Any]:
         """Return ``{name: {"positions", "values"}}`` of the new tokens, without readouts that have no new value."""
-        return self._values(*self._reader.take(num_forwarded(self._state)))
+        return self._values(*self._reader.take(self._sample.num_forwarded(self._state)))
 
     def _awaits_prompt(self) -> bool:
         """Return whether the engine may not have sent all records of the prompt, which is certain only with an output.
 
         An event can come before: a stream of chat completions begins all choices when the first one has an output.
         """
-        self._has_output = has_stopped(self._state) or self._state.detokenizer.num_output_tokens() > 0
+        self._has_output = self._sample.has_stopped or self._state.detokenizer.num_output_tokens() > 0
         return not self._has_output
 
     def _values(self, positions: list[int], records: list[Record]) -> dict[str, Any]:
@@ -119,7 +122,7 @@ class ReadoutFeed:
         if self._template is None:
             values = self.take()
             return _encoder.encode(values) if values else b""
-        positions, records = self._reader.take(num_forwarded(self._state))
+        positions, records = self._reader.take(self._sample.num_forwarded(self._state))
         template = self._template
         if len(positions) != 1 or not template.covers(positions[0]):
             values = self._values(positions, records)
@@ -149,7 +152,7 @@ class ReadoutFeed:
         self._trace_taken = True
         if self._no_trace is not None:
             return {"error": self._no_trace}
-        problem = controller_error(self._state)
+        problem = self._sample.controller_error
         # As in SteeringTrace: 0 at tokens that the edit does not cover.
         gates = [
             [
