@@ -70,7 +70,7 @@ def test_refused(value: Any, field: str) -> None:
 def test_widths_of_one_request_agree() -> None:
     """Catches vectors of two widths in one program."""
     readouts = parse_readouts({"a": PROBE, "b": {**PROBE, "probe": [1.0, 2.0, 3.0]}})
-    with pytest.raises(SteeringError, match=r"readouts\.b\.probe: has width 3"):
+    with pytest.raises(SteeringError, match=r"readouts\.b\.probe: has a vector of width 3"):
         compile_program([], readouts=readouts)
 
 
