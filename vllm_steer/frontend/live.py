@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import context_of
-from vllm_steer.frontend.outputs import live_id_of, live_names, live_program
+from vllm_steer.frontend.sample_state import sample_of
 from vllm_steer.metrics.collectors import add
 from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_live_magnitude
@@ -39,7 +39,8 @@ class LiveSample(NamedTuple):
 
 def live_sample(state: Any) -> LiveSample:
     """Return the ids of the sample of one of vLLM's states."""
-    return LiveSample(state.request_id, live_id_of(state))
+    sample = sample_of(state)
+    return LiveSample(state.request_id, "" if sample is None else sample.live_id)
 
 
 def samples_of(output_processor: Any, request_id: str) -> list[LiveSample]:
@@ -90,8 +91,8 @@ def check_strengths(
         raise UnknownRequestError("request_id", f"{request_id[:80]!r} is not a running request")
     if not strengths:
         raise SteeringError("strengths", "is empty; give a number for at least one name")
-    state = states[0]
-    names = live_names(state)
+    sample = sample_of(states[0])
+    names = () if sample is None else sample.live_names
     for name in strengths:
         if name not in names:
             similar = closest(name, names)
@@ -99,15 +100,15 @@ def check_strengths(
             raise SteeringError(shown(name).strip("'"), f"is not a live strength of this request; {hint}")
     checked = {name: read_number(value, name) for name, value in strengths.items()}
     context = context_of(engine.output_processor)
-    if context is not None and (program := live_program(state)) is not None:
-        check_live_magnitude(program, checked, context.registry.max_norm)
-        check_live_overflow(program, checked, context.capabilities.dtype)
+    if context is not None and sample is not None and sample.readouts is not None:
+        check_live_magnitude(sample.readouts.program, checked, context.registry.max_norm)
+        check_live_overflow(sample.readouts.program, checked, context.capabilities.dtype)
     return states, checked
 
 
 def rpc_args(states: Iterable[Any], strengths: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
     """Return the arguments of the workers' method that changes strengths."""
-    return [live_id_of(state) for state in states], dict(strengths)
+    return [live_sample(state).live_id for state in states], dict(strengths)
 
 
 def first_position(engine: Any, request_id: str, states: Iterable[Any], answers: Sequence[Sequence[int]]) -> int:
