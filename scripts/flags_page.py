@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import typer.main
+from pages import table
 
 import vllm_steer
 from vllm_steer.cli.main import app
@@ -29,7 +30,6 @@ from vllm_steer.server.flags import (
     add_flags,
 )
 
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 PACKAGE: Final = Path(vllm_steer.__file__).parent
 OFFLINE: Final[Mapping[str, str]] = {
     ENABLE: "`enable_steering=True`",
@@ -85,7 +85,7 @@ OF_VLLM: Final = (
 """Variables of vLLM that change what is served."""
 
 
-def page(table: MakeTable) -> str:
+def page() -> str:
     """Return the page.
 
     Raises:
