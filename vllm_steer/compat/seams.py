@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from vllm_steer.compat.stages import LIFECYCLE, MODEL, STARTUP, front_end_joins
+from vllm_steer.compat.stages import GRAPHS, LIFECYCLE, MODEL, STARTUP, front_end_joins
 from vllm_steer.compat.wraps import How
 
 
@@ -129,7 +129,7 @@ _ENGINE: Final = (
     *_attributes(
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
         "several sets of CUDA graphs take turns in one manager",
-        "_capture_descs _capture_mem_samples capture graphs",
+        "_capture_descs capture graphs",
     ),
     *_attributes(
         "vllm.compilation.cuda_graph:CUDAGraphWrapper",
@@ -364,7 +364,7 @@ _JOINED: Final = {
     join.method: Seam(
         join.method, Kind.OVERRIDE if join.how is How.OVERRIDE else Kind.WRAP, "vllm_steer/compat/stages.py", join.runs
     )
-    for join in (*STARTUP, *front_end_joins(), *LIFECYCLE, *MODEL)
+    for join in (*STARTUP, *front_end_joins(), *LIFECYCLE, *MODEL, *GRAPHS)
     if join.method.startswith("vllm.")
 }
 

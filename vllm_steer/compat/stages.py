@@ -263,7 +263,8 @@ REQUEST_STAGES: tuple[Stage, ...] = (
     ),
 )
 """Stages of a request, in order. ``OVERRIDE`` rows are subclasses and wrap nothing; the others are wrapped in front
-ends when an engine's configuration is made. Engine and worker processes wrap only :data:`MODEL`."""
+ends when an engine's configuration is made. Engine and worker processes wrap only :data:`MODEL` and
+:data:`GRAPHS`."""
 
 LIFECYCLE: tuple[Join, ...] = (
     *(
@@ -306,6 +307,16 @@ MODEL: tuple[Join, ...] = (
     Join("vllm.models.inkling.nvidia.model:_sconv_add_norm", AROUND, "vllm_steer.models.convolved:tap_sum"),
 )
 """Wrapped in worker processes, each only when its model gets taps."""
+
+
+GRAPHS: tuple[Join, ...] = (
+    Join(
+        "vllm.v1.worker.gpu.cudagraph_utils:graph_capture",
+        AROUND,
+        "vllm_steer.engine.cudagraph_sets:capture_on_one_stream",
+    ),
+)
+"""Wrapped in worker processes of runner V2, ahead of the capture of CUDA graphs."""
 
 
 def front_end_joins() -> tuple[Join, ...]:
