@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_steer.compat.stages import STARTUP, front_end_joins
+from vllm_steer.compat.stages import STARTUP, checks_without_steering, front_end_joins
 from vllm_steer.compat.version import check_settings, check_version, is_tested, untested_device
 from vllm_steer.compat.wraps import install
 from vllm_steer.log import steering_logger
@@ -31,6 +31,7 @@ def engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **
     from vllm_steer.compat.internals import AsyncEngineArgs
     from vllm_steer.config import choose_executor, from_vllm_config
 
+    asynchronous = isinstance(engine_args, AsyncEngineArgs)
     enabled = from_vllm_config(engine_args) is not None
     if enabled:
         check = check_version()
@@ -43,16 +44,20 @@ def engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **
     vllm_config = original(engine_args, *args, **kwargs)
     if enabled:
         check_settings(vllm_config)
-        check_user_hooks(vllm_config, asynchronous=isinstance(engine_args, AsyncEngineArgs))
+        check_user_hooks(vllm_config, asynchronous=asynchronous)
         choose_executor(vllm_config)
         install_fusion_pass(vllm_config)
-    if enabled or is_tested(vllm.__version__):
         wrap_front_end()
+    elif is_tested(vllm.__version__):
+        install(checks_without_steering(serves=asynchronous), replace=False)
     return vllm_config
 
 
 def wrap_front_end() -> None:
-    """Wrap the methods of vLLM's front end and extend its outputs. Engine and worker processes never call this."""
+    """Wrap the methods of vLLM's front end and extend its outputs, for an engine with steering.
+
+    Engine and worker processes never call this.
+    """
     from vllm_steer.plugin.front_end import extend_outputs
 
     install(front_end_joins())
