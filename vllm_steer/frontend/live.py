@@ -35,11 +35,30 @@ class LiveSample(NamedTuple):
     """vLLM's internal id."""
     live_id: str
     """Id of its live strengths; empty if it has none."""
+    number: int = 0
+    """Index of its output or choice."""
+
+
+class LivePosition(int):
+    """The position from which on a change of live strengths holds for every sample of a request.
+
+    Attributes:
+        positions: The first position of each running sample, by the index of its output or choice.
+    """
+
+    positions: Mapping[int, int]
+
+    @classmethod
+    def of(cls, positions: Mapping[int, int]) -> LivePosition:
+        """Return the position for samples with these first positions."""
+        found = cls(max(positions.values()))
+        found.positions = positions
+        return found
 
 
 def live_sample(state: Any) -> LiveSample:
     """Return the ids of the sample of one of vLLM's states."""
-    return LiveSample(state.request_id, live_id_of(state))
+    return LiveSample(state.request_id, live_id_of(state), state.request_index)
 
 
 def samples_of(output_processor: Any, request_id: str) -> list[LiveSample]:
@@ -68,8 +87,8 @@ def check_live(vllm_config: Any, program: Program | None) -> None:
 
 def check_strengths(
     engine: Any, request_id: str, samples: Sequence[LiveSample], strengths: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, float]]:
-    """Return vLLM's states of a request's running samples, and the checked strengths.
+) -> tuple[list[LiveSample], dict[str, float]]:
+    """Return a request's running samples, and the checked strengths.
 
     Args:
         engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
@@ -83,7 +102,7 @@ def check_strengths(
     """
     running = engine.output_processor.request_states
     found = [(each, running.get(each.engine_id)) for each in samples]
-    states = [state for each, state in found if state is not None and live_sample(state) == each]
+    states = [state for each, state in found if state is not None and live_id_of(state) == each.live_id]
     if not states and samples:
         raise EndedRequestError("request_id", f"{request_id[:80]!r} has ended; send a new request with other strengths")
     if not states:
@@ -102,46 +121,52 @@ def check_strengths(
     if context is not None and (program := live_program(state)) is not None:
         check_live_magnitude(program, checked, context.registry.max_norm)
         check_live_overflow(program, checked, context.capabilities.dtype)
-    return states, checked
+    return [each for each, state in found if state in states], checked
 
 
-def rpc_args(states: Iterable[Any], strengths: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
+def rpc_args(samples: Iterable[LiveSample], strengths: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
     """Return the arguments of the workers' method that changes strengths."""
-    return [live_id_of(state) for state in states], dict(strengths)
+    return [each.live_id for each in samples], dict(strengths)
 
 
-def first_position(engine: Any, request_id: str, states: Iterable[Any], answers: Sequence[Sequence[int]]) -> int:
+def first_position(
+    engine: Any, request_id: str, samples: Sequence[LiveSample], answers: Sequence[Sequence[int]]
+) -> LivePosition:
     """Return the position from which a change holds for every running sample, and count the change.
 
     Args:
         engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
         request_id: The client's id of the request, for messages.
-        states: vLLM's states of the request's samples, from :func:`check_strengths`.
+        samples: The request's samples, from :func:`check_strengths`.
         answers: Answers of all workers, each with one position per sample.
 
     Raises:
         EndedRequestError: All samples ended before the change reached the engine.
     """
-    position = max((position for answer in answers for position in answer), default=ENDED)
-    # A request that has begun meanwhile may have the id of an ended sample.
     running = engine.output_processor.request_states
-    if position == ENDED or not any(running.get(state.request_id) is state for state in states):
+    positions = {
+        each.number: position
+        for each, position in zip(samples, map(max, zip(*answers, strict=True)), strict=True)
+        # A request that has begun meanwhile may have the id of an ended sample.
+        if position != ENDED and live_id_of(running.get(each.engine_id)) == each.live_id
+    }
+    if not positions:
         raise EndedRequestError(
             "request_id", f"{request_id[:80]!r} ended before the change; send a new request with another strength"
         )
     name = engine.vllm_config.model_config.served_model_name
     add("live_changes", model_name=name if isinstance(name, str) else str(engine.vllm_config.model_config.model))
-    return position
+    return LivePosition.of(positions)
 
 
 async def set_strength(
     engine: Any, request_id: str, samples: Sequence[LiveSample], strengths: Mapping[str, Any]
-) -> int:
+) -> LivePosition:
     """Set live strengths of the samples of a request of an ``AsyncLLM``, and return the first position that has them.
 
     Raises:
         SteeringError: See :func:`check_strengths` and :func:`first_position`.
     """
-    states, checked = check_strengths(engine, request_id, samples, strengths)
-    answers = await engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(states, checked))
-    return first_position(engine, request_id, states, answers)
+    running, checked = check_strengths(engine, request_id, samples, strengths)
+    answers = await engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(running, checked))
+    return first_position(engine, request_id, running, answers)
