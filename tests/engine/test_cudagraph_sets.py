@@ -195,7 +195,7 @@ def test_memory_of_all_sets(tables: Tables, count: int, others: int) -> None:
     sets, manager = CUDAGraphSetManager(tables, count, POINTS, range(LAYERS), "eager"), Manager(tables, [])
     manager._capture_descs[CUDAGraphMode.PIECEWISE] = [LARGE, SMALL, Batch(1)]
     sets.observe_profiling(manager)
-    assert sets.memory_of_all_sets(1000 << 20) == (1000 << 20) + others * LAYERS * (64 << 10)
+    assert sets.memory_of_all_sets(1000 << 20) == (1000 << 20) + others * LAYERS * (96 << 10)
 
 
 class Streams:

@@ -42,8 +42,8 @@ SMALL_BATCH_TOKENS = 64
 """Largest batch, in tokens, for which the sets of layer ranges and of the taps within layers have graphs."""
 MEDIUM_BATCH_TOKENS = 256
 """Largest batch, in tokens, for which the set of the taps between layers has graphs."""
-_LAYER_BYTES = 64 << 10
-"""Memory of one layer in a graph, full or in pieces. An H200 took 45 to 50 KiB for a Llama of 8B."""
+_LAYER_BYTES = 96 << 10
+"""Memory of one layer in a graph, full or in pieces. An H200 took 46 to 97 KiB for a Llama of 8B."""
 _BETWEEN_LAYERS = frozenset({"pre_attn", "post_block"})
 """Points between two layers, where two taps are usually fused into one launch (:mod:`vllm_steer.taps.fusion_pass`)."""
 
