@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import context_of
-from vllm_steer.frontend.outputs import live_id_of, live_names, live_program
+from vllm_steer.frontend.sample_state import SampleState, sample_of
 from vllm_steer.metrics.collectors import add
 from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_live_magnitude
@@ -58,7 +58,8 @@ class LivePosition(int):
 
 def live_sample(state: Any) -> LiveSample:
     """Return the ids of the sample of one of vLLM's states."""
-    return LiveSample(state.request_id, live_id_of(state), state.request_index)
+    sample = sample_of(state)
+    return LiveSample(state.request_id, "" if sample is None else sample.live_id, state.request_index)
 
 
 def samples_of(output_processor: Any, request_id: str) -> list[LiveSample]:
@@ -85,6 +86,13 @@ def check_live(vllm_config: Any, program: Program | None) -> None:
         raise SteeringError("steering.live", f"{names} cannot change with data parallelism; use one engine per server")
 
 
+def _running_sample(running: Mapping[str, Any], sample: LiveSample) -> SampleState | None:
+    """Return our state of a sample, or None if it has ended, also if a later request has its id from vLLM."""
+    state = running.get(sample.engine_id)
+    found = None if state is None else sample_of(state)
+    return found if found is not None and found.live_id == sample.live_id else None
+
+
 def check_strengths(
     engine: Any, request_id: str, samples: Sequence[LiveSample], strengths: Mapping[str, Any]
 ) -> tuple[list[LiveSample], dict[str, float]]:
@@ -101,16 +109,15 @@ def check_strengths(
             exceeds the server's limit of the norm that an edit may add, or overflows with the edit's own numbers.
     """
     running = engine.output_processor.request_states
-    found = [(each, running.get(each.engine_id)) for each in samples]
-    states = [state for each, state in found if state is not None and live_id_of(state) == each.live_id]
-    if not states and samples:
+    found = [(each, sample) for each in samples if (sample := _running_sample(running, each)) is not None]
+    if not found and samples:
         raise EndedRequestError("request_id", f"{request_id[:80]!r} has ended; send a new request with other strengths")
-    if not states:
+    if not found:
         raise UnknownRequestError("request_id", f"{request_id[:80]!r} is not a running request")
     if not strengths:
         raise SteeringError("strengths", "is empty; give a number for at least one name")
-    state = states[0]
-    names = live_names(state)
+    sample = found[0][1]
+    names = sample.live_names
     for name in strengths:
         if name not in names:
             similar = closest(name, names)
@@ -118,10 +125,10 @@ def check_strengths(
             raise SteeringError(shown(name).strip("'"), f"is not a live strength of this request; {hint}")
     checked = {name: read_number(value, name) for name, value in strengths.items()}
     context = context_of(engine.output_processor)
-    if context is not None and (program := live_program(state)) is not None:
-        check_live_magnitude(program, checked, context.registry.max_norm)
-        check_live_overflow(program, checked, context.capabilities.dtype)
-    return [each for each, state in found if state in states], checked
+    if context is not None and sample.readouts is not None:
+        check_live_magnitude(sample.readouts.program, checked, context.registry.max_norm)
+        check_live_overflow(sample.readouts.program, checked, context.capabilities.dtype)
+    return [each for each, _ in found], checked
 
 
 def rpc_args(samples: Iterable[LiveSample], strengths: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
@@ -147,8 +154,7 @@ def first_position(
     positions = {
         each.number: position
         for each, position in zip(samples, map(max, zip(*answers, strict=True)), strict=True)
-        # A request that has begun meanwhile may have the id of an ended sample.
-        if position != ENDED and live_id_of(running.get(each.engine_id)) == each.live_id
+        if position != ENDED and _running_sample(running, each) is not None
     }
     if not positions:
         raise EndedRequestError(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_steer.compat.stages import STARTUP, checks_without_steering, front_end_joins
-from vllm_steer.compat.version import check_settings, check_version, is_tested, untested_device
+from vllm_steer.compat.version import check_settings, check_version, is_tested
 from vllm_steer.compat.wraps import install
 from vllm_steer.log import steering_logger
 from vllm_steer.plugin.user_hooks import check_user_hooks
@@ -37,8 +37,6 @@ def engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **
         check = check_version()
         if check is not None:
             logger.warning("%s. Run it with care; `vllm-steer doctor` proves a model.", check)
-        if (untested := untested_device(vllm.__version__)) is not None:
-            logger.warning("%s.", untested)
         from vllm_steer.taps.fusion_pass import install_fusion_pass
 
     vllm_config = original(engine_args, *args, **kwargs)

@@ -17,7 +17,7 @@ from tests.server.fakes import REPORT
 from vllm_steer.capture import CapturedRequest
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.capture.files.layouts import LayoutName
-from vllm_steer.capture.files.reader import StoredRequest, open_captures
+from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.results import SiteRows, SubmittedRequest, Unreached
 from vllm_steer.config import SteeringConfig
@@ -244,14 +244,3 @@ def test_attributes_of_memory_and_file_results(tmp_path: Path, layout: LayoutNam
     assert [*stored.sites] == [*expected.sites]
     for method in ("tensor", "numpy", "positions", "token_ids"):
         assert (getattr(stored, method)("post_block", 3) == getattr(expected, method)("post_block", 3)).all(), method
-
-
-def test_old_names_are_deprecated(tmp_path: Path) -> None:
-    """Catches old names that are gone, or that do not warn."""
-    write(tmp_path, [request(0)])
-    (stored,) = open_captures(tmp_path)
-    assert isinstance(stored, StoredRequest)
-    with pytest.warns(DeprecationWarning, match="use num_prompt_tokens"):
-        assert stored.prompt_tokens == stored.num_prompt_tokens
-    with pytest.warns(DeprecationWarning, match="use num_output_tokens"):
-        assert stored.output_tokens == stored.num_output_tokens

@@ -16,9 +16,11 @@ from fastapi import FastAPI
 from tests.server.fakes import REPORT
 from vllm_steer.capture.readouts import ReadoutStream
 from vllm_steer.capture.row_assembler import RowAssembler
+from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.live import EndedRequestError, LiveSample, set_strength
+from vllm_steer.frontend.sample_state import RunningCapture, SampleState
 from vllm_steer.program import compile_program
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
@@ -45,11 +47,13 @@ class FakeEngine:
         program = compile_program(
             parse_fields({"steering": edits}), edit_paths=[f"steering[{i}]" for i in range(len(EDITS))]
         )
-        readouts = ReadoutStream(program, RowAssembler(0, 0, torch.float32))
+        assembler = RowAssembler(0, 0, torch.float32)
         capabilities = Capabilities.merge([REPORT], SteeringConfig())
         registry = SteeringRegistry(capabilities, limits=RegistryLimits(max_norm=max_norm))
-        capture = SimpleNamespace(readouts=readouts, live_id=SAMPLE.live_id)
-        state = SimpleNamespace(request_id="sample", _steering_capture=capture)
+        manager: Any = None
+        capture = RunningCapture(manager, RowReceiver(), assembler, readouts=ReadoutStream(program, assembler))
+        sample = SampleState(capture=capture, live_id=SAMPLE.live_id)
+        state = SimpleNamespace(request_id="sample", _steering_sample=sample)
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(served_model_name="tiny"),

@@ -3,8 +3,8 @@
 
 A table has one line per row, with the columns ``run``, ``submission``, ``request_id``, ``sample``, ``model``, ``tag``,
 ``status``, ``point``, ``layer``, ``position``, ``token_id`` and ``row`` (a fixed-size list). ``run`` and ``submission``
-are null for files of earlier versions. A mean has no single position, so its ``position`` and ``token_id`` are null. If
-the prompt has an embedding at a position, ``token_id`` is null.
+are null for files that a server returned. A mean has no single position, so its ``position`` and ``token_id`` are null.
+If the prompt has an embedding at a position, ``token_id`` is null.
 """
 
 from __future__ import annotations

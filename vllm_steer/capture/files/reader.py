@@ -12,7 +12,6 @@ A directory can be read while it is written to: every request that was reported 
 from __future__ import annotations
 
 import re
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -80,7 +79,7 @@ class _Place(NamedTuple):
 class Captures(Sequence["StoredRequest"]):
     """Requests in a file or directory: run by run, in the order of submission, then by sample.
 
-    Runs are in the order of their first request. Requests in files of earlier versions, which store no run, come first,
+    Runs are in the order of their first request. Requests without a run, of files that a server returned, come first,
     by file name. The directory is listed when the requests are first used; call `open_captures` again to find later
     ones. Using them raises `CaptureFileError` if a file cannot be read.
     """
@@ -244,28 +243,13 @@ class StoredRequest:
         self.spec = entry.spec
         """The capture spec as users write it; directions of a projection are replaced by their shape."""
         self.run = entry.run
-        """Name of the run that wrote the request, or None in files of earlier versions."""
+        """Name of the run that wrote the request, or None in a file that a server returned."""
         self.submission = entry.submission
-        """Number of the request among those submitted in its run, from 0; None in files of earlier versions."""
+        """Number of the request among those submitted in its run, from 0."""
         self.unreached = entry.unreached
-        """Positions and ``[start, stop]`` pairs of the spec that the request ended before; empty in files of earlier
-        versions."""
+        """Positions and ``[start, stop]`` pairs of the spec that the request ended before."""
         self._file = file
         self._sites = {(site.point, site.layer): number for number, site in enumerate(entry.sites)}
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Deprecated name of `num_prompt_tokens`."""
-        return self._renamed("prompt_tokens", "num_prompt_tokens")
-
-    @property
-    def output_tokens(self) -> int:
-        """Deprecated name of `num_output_tokens`."""
-        return self._renamed("output_tokens", "num_output_tokens")
-
-    def _renamed(self, old: str, new: str) -> int:
-        warnings.warn(f"StoredRequest.{old} is deprecated; use {new}", DeprecationWarning, stacklevel=3)
-        return int(getattr(self, new))
 
     @property
     def sites(self) -> tuple[Site, ...]:

@@ -2,8 +2,7 @@
 """Safetensors files of captured rows: one request per file.
 
 A file has row tensors, the int32 tensors ``positions`` and ``token_ids``, and the metadata ``requests``, which maps
-each site to its ranges in these tensors. Earlier versions wrote many requests to a file, with the index in a tensor of
-bytes; these files can be read.
+each site to its ranges in these tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from vllm_steer.capture.results import CapturedRequest
 
 VERSION = "1"
 SUFFIX = ".safetensors"
-POSITIONS, TOKEN_IDS, INDEX = "positions", "token_ids", "index"
+POSITIONS, TOKEN_IDS = "positions", "token_ids"
 
 
 class TensorSite(msgspec.Struct, frozen=True):
@@ -161,14 +160,9 @@ def _read_index(path: Path) -> list[TensorEntry]:
                 raise CaptureFileError(f"{path} is not a capture file but another safetensors file")
             if metadata.get("version") != VERSION:
                 raise CaptureFileError(f"{path} has format version {metadata.get('version')}; supported: {VERSION}")
-            if "requests" in metadata:
-                text = metadata["requests"].encode()
-            else:  # a file of many requests, as earlier versions wrote it
-                index = file.get_tensor(INDEX)
-                if index.dtype != torch.uint8:
-                    raise CaptureFileError(f"{path} is damaged: its index is a tensor of {index.dtype}")
-                text = index.numpy().tobytes()
-        return msgspec.json.decode(text, type=list[TensorEntry])
+        if "requests" not in metadata:
+            raise CaptureFileError(f"{path} is damaged: it has no index")
+        return msgspec.json.decode(metadata["requests"].encode(), type=list[TensorEntry])
     except (SafetensorError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         # UnicodeError: a damaged byte. RecursionError: JSON nested too deeply.
         raise CaptureFileError(f"{path} cannot be read as a capture file: {error}") from None
