@@ -45,8 +45,9 @@ from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.context import EngineContext
-from vllm_steer.frontend.outputs import begin_capture, take_rows
+from vllm_steer.frontend.outputs import take_rows
 from vllm_steer.frontend.requests import check_engine_request, complete_params
+from vllm_steer.frontend.sample_state import attach_sample
 from vllm_steer.params import capture_specs, strip_for_engine
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.program_files import ProgramFileCache
@@ -157,7 +158,7 @@ def measure_stream(fields: dict[str, Any] | None, context: EngineContext) -> flo
             request = SimpleNamespace(
                 request_id=state.request_id, sampling_params=params, mm_features=None, prompt_is_token_ids=None
             )
-            begin_capture(processor, request)
+            attach_sample(processor, request)
             http[i].readouts[0] = ReadoutFeed(state)
     index = RowIndex(tuple(processor.request_states), ((20,),) * BATCH, RECORDS)
     rows = np.random.default_rng(3).standard_normal((BATCH, 20), dtype="f4").view("u1")

@@ -54,13 +54,12 @@ class ConfirmingEngine:
     """Engine with one running sample, which confirms every change of its live strength."""
 
     def __init__(self) -> None:
-        readouts = SimpleNamespace(live_names=("calm",))
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(served_model_name="tiny"),
         )
-        capture = SimpleNamespace(readouts=readouts, live_id="live id")
-        state = SimpleNamespace(request_id="sample", _steering_capture=capture)
+        sample = SimpleNamespace(live_names=("calm",), live_id="live id", readouts=None)
+        state = SimpleNamespace(request_id="sample", _steering_sample=sample)
         self.output_processor = SimpleNamespace(request_states={"sample": state})
 
     async def collective_rpc(self, method: str, args: Any) -> list[list[int]]:

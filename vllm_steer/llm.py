@@ -14,8 +14,22 @@ from vllm_steer.compat.internals import LLM as VllmLLM
 from vllm_steer.compat.internals import Metric
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
-from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position, rpc_args, samples_of
+from vllm_steer.frontend.context import (
+    NOT_ENABLED,
+    EngineContext,
+    RegistryOptions,
+    engine_context,
+    set_consumers,
+    set_registry,
+)
+from vllm_steer.frontend.live import (
+    SET_STRENGTH_RPC,
+    LivePosition,
+    check_strengths,
+    first_position,
+    rpc_args,
+    samples_of,
+)
 from vllm_steer.frontend.requests import beam_search_steps
 from vllm_steer.frontend.user_hooks import HookHandle, check_process, register_hook
 from vllm_steer.metrics.reader import read_metrics
@@ -124,12 +138,23 @@ class LLM(VllmLLM):  # type: ignore[misc]
         Raises:
             SteeringError: Steering is not enabled.
         """
+        return self._context("steering").registry
+
+    def capabilities(self) -> dict[str, Any]:
+        """Return what the engine supports, as ``Client.capabilities`` does: hook points, edits, limits and refusals.
+
+        Raises:
+            SteeringError: Steering is not enabled.
+        """
+        return self._context("capabilities").capabilities.report().model_dump()
+
+    def _context(self, field: str) -> EngineContext:
         context = engine_context(self.llm_engine)
         if context is None:
-            raise SteeringError("steering", NOT_ENABLED)
-        return context.registry
+            raise SteeringError(field, NOT_ENABLED)
+        return context
 
-    def set_strength(self, request_id: str, **strengths: float) -> int:
+    def set_strength(self, request_id: str, **strengths: float) -> LivePosition:
         """Set live strengths of a running request, between two steps of ``llm_engine``.
 
         Args:
@@ -137,9 +162,8 @@ class LLM(VllmLLM):  # type: ignore[misc]
             **strengths: New factors by name; names are those of ``Edit(live=...)``.
 
         Returns:
-            The first position from which the strengths hold for every sample. Each sample takes them from its own next
-            token on, which can be an earlier one: samples are not at one position, and a sample may still be in its
-            prompt.
+            The first position from which the strengths hold for every sample, an integer whose ``positions`` has the
+            first position of each sample: its next token, or the end of its prompt if it is within it.
 
         Raises:
             SteeringError: The request is not running or lacks a live strength, several have the id, or a
@@ -147,9 +171,9 @@ class LLM(VllmLLM):  # type: ignore[misc]
         """
         engine = self.llm_engine
         samples = samples_of(engine.output_processor, request_id)
-        states, checked = check_strengths(engine, request_id, samples, strengths)
-        answers = engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(states, checked))
-        return first_position(engine, request_id, states, answers)
+        running, checked = check_strengths(engine, request_id, samples, strengths)
+        answers = engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(running, checked))
+        return first_position(engine, request_id, running, answers)
 
     def register_hook(self, fn: Hook, point: str, layers: Any = None) -> HookHandle:
         """Run a function on the rows of every request at a hook point, from now on until the hook is removed.

@@ -120,7 +120,7 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
         compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
     if captures:
         compiled[CAPTURE_KEY] = encode_specs(captures)
-    reduces = [spec.reduce for _, spec in captures] + [readout.directions for readout in readouts]
+    reduces = [spec.reduce for _, spec in captures] + [each.projections or each.probe for each in readouts.values()]
     if references or any(isinstance(reduce, NamedProjection) for reduce in reduces):
         compiled[MODULES_KEY] = msgspec.msgpack.encode(references)
     return compiled
@@ -143,6 +143,26 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
             )
     # A new dict, because several SamplingParams may share the caller's.
     params.extra_args = {**(params.extra_args or {}), **compiled}
+
+
+def add_steering(params: Any, **fields: Any) -> Any:
+    """Return a copy of vLLM's sampling parameters with steering and captures, for example of an engine's defaults.
+
+    Args:
+        params: Sampling parameters without steering or captures.
+        **fields: Arguments of `SamplingParams` such as ``steering_vectors`` and ``capture``.
+
+    Raises:
+        SteeringError: A field is invalid, or ``params`` already have steering or captures.
+
+    Examples:
+        >>> from vllm_steer import SamplingParams, add_steering, has_steering
+        >>> has_steering(add_steering(SamplingParams(), steering_vectors={"post_block": {1: [0.5]}}))
+        True
+    """
+    copied = params.clone()
+    attach_steering(copied, fields)
+    return copied
 
 
 def refuse_unknown_args(extra: Any) -> None:

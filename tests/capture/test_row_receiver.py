@@ -251,7 +251,7 @@ from vllm_steer.frontend import outputs
 
 processor = SimpleNamespace()
 assembler = RowAssembler(2, 4, torch.float32)
-outputs._receiver(processor).add_request("a", assembler)
+outputs.receiver_of(processor).add_request("a", assembler)
 sys._kept = [processor, assembler]  # freed after all modules have been cleared, and before sys.stderr
 """
 

@@ -70,7 +70,6 @@ _WITHOUT = "vllm_steer.server.without_steering"
 _FRONT_END = "vllm_steer.plugin.front_end"
 _REQUESTS = "vllm_steer.frontend.requests"
 _MESSAGES = "vllm_steer.frontend.messages"
-_OUTPUTS = "vllm_steer.frontend.outputs"
 _STEERED_STATE = "vllm_steer.plugin.request_state:SteeredRequestState"
 _STEERING_SCHEDULER = "vllm_steer.engine.scheduler:SteeringSchedulerMixin"
 _STEERING_V1 = "vllm_steer.engine.runner_v1:SteeringRunnerV1"
@@ -142,9 +141,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, f"{_REQUESTS}:check_resumable"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.server.auth.current_key:salt_request"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.frontend.user_hooks:separate_cache"),
-            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, "vllm_steer.plugin.request_state:extend_state"),
-            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:begin_capture"),
-            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:record_applied"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, "vllm_steer.plugin.request_state:begin_sample"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_CONTEXT}:track_sample"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_REQUESTS}:count_sample"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_REQUESTS}:strip_request"),
@@ -263,8 +260,8 @@ REQUEST_STAGES: tuple[Stage, ...] = (
     ),
 )
 """Stages of a request, in order. ``OVERRIDE`` rows are subclasses and wrap nothing; the others are wrapped in front
-ends when the configuration of an engine with steering is made. Engine and worker processes wrap only :data:`LOGGING`
-and :data:`MODEL`."""
+ends when the configuration of an engine with steering is made. Engine and worker processes wrap only :data:`LOGGING`,
+:data:`MODEL` and :data:`GRAPHS`."""
 
 LIFECYCLE: tuple[Join, ...] = (
     *(
@@ -307,6 +304,23 @@ MODEL: tuple[Join, ...] = (
     Join("vllm.models.inkling.nvidia.model:_sconv_add_norm", AROUND, "vllm_steer.models.convolved:tap_sum"),
 )
 """Wrapped in worker processes, each only when its model gets taps."""
+
+CPU_LORA: tuple[Join, ...] = tuple(
+    Join(f"vllm.lora.{module}:bgmv_{name}", REPLACE, f"vllm_steer.engine.cpu_faults:{name}")
+    for module in ("ops.torch_ops.lora_ops", "punica_wrapper.punica_cpu")
+    for name in ("expand", "expand_slice")
+)
+"""Replaced in workers on CPUs that serve LoRA adapters."""
+
+
+GRAPHS: tuple[Join, ...] = (
+    Join(
+        "vllm.v1.worker.gpu.cudagraph_utils:graph_capture",
+        AROUND,
+        "vllm_steer.engine.cudagraph_sets:capture_on_one_stream",
+    ),
+)
+"""Wrapped in worker processes of runner V2, ahead of the capture of CUDA graphs."""
 
 
 def front_end_joins() -> tuple[Join, ...]:

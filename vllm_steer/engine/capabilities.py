@@ -10,16 +10,16 @@ from weakref import WeakValueDictionary
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.admission import most_rows, rows_for
-from vllm_steer.engine.report import merge_facts
+from vllm_steer.engine.report import CapabilityReport, make_report, merge_facts
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, resolve
 from vllm_steer.program.compiled_edit import CompiledEdit
-from vllm_steer.program.dynamic import LENS, SAE_PREFIX, CompiledReadout
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.overflow import check_overflow
 from vllm_steer.program.program import CompiledCapture
+from vllm_steer.program.readouts import LENS, SAE_PREFIX, CompiledReadout
 from vllm_steer.request.readout import READOUTS_FIELD
 from vllm_steer.request.sites import OF_THE_MODEL
 
@@ -89,6 +89,12 @@ class Capabilities:
             no_readouts,
         )
 
+    def report(self) -> CapabilityReport:
+        """Return the report of the engine, which does not change while it runs."""
+        import vllm
+
+        return make_report({**self.facts, "vllm": vllm.__version__}, self.config, no_capture=self.no_capture)
+
     def check(self, program: Program, prompt_len: int | None, max_tokens: int | None = None) -> None:
         """Raise :class:`SteeringError` unless this engine serves ``program`` exactly as written.
 
@@ -128,7 +134,7 @@ class Capabilities:
             self._check_capturable(capture, hooks)
         for i, readout in enumerate(program.readouts):
             self._check_readout(readout, program.readout_source(i))
-        if program.is_dynamic:
+        if program.has_records:
             self._check_dynamic(program)
 
     def _check_readout(self, readout: CompiledReadout, source: str) -> None:

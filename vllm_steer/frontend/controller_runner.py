@@ -15,7 +15,7 @@ from vllm_steer.capture.readouts import Readouts, ReadoutStream
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.controllers import ControlledRequest, Controller
 from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError, live_sample, set_strength
-from vllm_steer.frontend.outputs import record_controller_error
+from vllm_steer.frontend.sample_state import SampleState
 from vllm_steer.limits import MAX_CONTROLLED
 from vllm_steer.log import steering_logger
 from vllm_steer.request.scalars import shown
@@ -50,25 +50,23 @@ class ControllerRunner:
         if running >= MAX_CONTROLLED:
             raise SteeringError("steering", f"{running} samples are being controlled, the most; try again later")
 
-    def begin(self, state: Any, request: ControlledRequest, running: Any) -> None:
+    def begin(self, state: Any, request: ControlledRequest, sample: SampleState) -> None:
         """Start to control a sample.
 
         Args:
             state: vLLM's state of the sample.
             request: What the controller is told about it.
-            running: The sample's ``RunningCapture``.
+            sample: The state of its readouts.
         """
         try:
             controller = self._class(**self._options)
         except Exception as error:
             logger.exception("The controller %s cannot be created", self._class.name)
-            record_controller_error(state, _problem(self._class.name, "cannot be created", error))
+            sample.controller_error = _problem(self._class.name, "cannot be created", error)
             return
         if (earlier := self._samples.pop(state.request_id, None)) is not None:
             earlier.end()  # it was aborted since the last step, and this sample has its id
-        stream = ReadoutStream(running.readouts.program, running.assembler)
-        loop = asyncio.get_running_loop()
-        self._samples[state.request_id] = _Sample(controller, request, state, running.receiver, stream, self, loop)
+        self._samples[state.request_id] = _Sample(controller, request, state, sample, self, asyncio.get_running_loop())
 
     def feed(self, request_states: Mapping[str, Any]) -> None:
         """Pass new readouts to the controllers; call after the outputs of a step have been processed."""
@@ -102,15 +100,17 @@ class _Sample:
         controller: Controller,
         request: ControlledRequest,
         state: Any,
-        receiver: Any,
-        stream: ReadoutStream,
+        sample: SampleState,
         runner: ControllerRunner,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
+        capture = sample.capture
+        if capture is None or capture.readouts is None:
+            raise ValueError("the request has no readouts")
         self.request, self.state, self.changed, self._ended = request, state, False, False
         self.pending: queue.SimpleQueue[Mapping[str, Readouts] | None] = queue.SimpleQueue()
-        self._controller, self._receiver, self._stream, self._runner = controller, receiver, stream, runner
-        self._loop = loop
+        self._controller, self._sample, self._runner, self._loop = controller, sample, runner, loop
+        self._receiver, self._stream = capture.receiver, ReadoutStream(capture.readouts.program, capture.assembler)
         # A daemon, so that a controller that hangs does not keep the process from ending.
         threading.Thread(target=self._run, name=f"{_THREAD_PREFIX}{request.request_id[:40]}", daemon=True).start()
 
@@ -142,7 +142,7 @@ class _Sample:
                 # Checks names and numbers, and waits for the engine: one change at a time.
                 asyncio.run_coroutine_threadsafe(self._runner.apply(self, answer), self._loop).result()
             except Exception as error:
-                record_controller_error(self.state, _problem(self._controller.name, "has failed", error))
+                self._sample.controller_error = _problem(self._controller.name, "has failed", error)
                 logger.exception(
                     "The controller %s of request %s has failed; the request goes on with its strengths",
                     self._controller.name,

@@ -8,18 +8,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from vllm_steer.compat.internals import GracefulHTTPError, RequestState
-from vllm_steer.frontend.outputs import (
-    adds_to_outputs,
-    applied_steering,
-    finish_capture,
-    new_readouts,
-    new_rows,
-    num_forwarded,
-    record_stop,
-    refusal,
-)
-from vllm_steer.frontend.reach import record_reach
-from vllm_steer.params import program_bytes
+from vllm_steer.frontend.sample_state import SAMPLE, SampleState, attach_sample, refusal
 
 
 class CapacityError(GracefulHTTPError):  # type: ignore[misc]
@@ -42,8 +31,8 @@ class CapacityError(GracefulHTTPError):  # type: ignore[misc]
 
 
 _REFUSED_PARENTS = "_steering_refused_parents"
-"""Attribute of an output processor and of the states of its samples that share a request: the ids of vLLM's
-``ParentRequest`` of samples that were refused since the last call of :func:`abort_siblings`."""
+"""Attribute of an output processor: the ids of vLLM's ``ParentRequest`` of samples that were refused since the last
+call of :func:`abort_siblings`."""
 
 _make_request_output = RequestState.make_request_output
 _new_completion_output = RequestState._new_completion_output
@@ -55,47 +44,52 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
     def make_request_output(
         self, new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        sample: SampleState = getattr(self, SAMPLE)
         if finish_reason is None:  # hot path: called for every request in every step
             output = _make_request_output(self, new_token_ids, pooling_output, None, stop_reason, *args, **kwargs)
             if output is not None:
-                output.steering_applied = applied_steering(self, finished=False)
+                output.steering_applied = sample.applied
             return output
         if self.queue is not None and (reason := refusal(finish_reason, stop_reason)) is not None:
             # AsyncLLM raises an exception that it finds in a request's queue. LLM has no queue and returns an output.
             self.queue.put(CapacityError(reason))
-            if self.parent_req is not None:
-                getattr(self, _REFUSED_PARENTS).append(self.parent_req.request_id)
+            if self.parent_req is not None and sample.refused_parents is not None:
+                sample.refused_parents.append(self.parent_req.request_id)
             return None
         output = _make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         if output is not None:
-            output.steering_applied = applied_steering(self, output.finished)
+            output.steering_applied = sample.applied_when(output.finished)
         return output
 
     def _new_completion_output(self, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any) -> Any:
         output = _new_completion_output(self, token_ids, finish_reason, stop_reason, *args)
-        if finish_reason is not None:
-            record_stop(self, stop_reason)
-        if adds_to_outputs(self):
-            output.capture_rows = new_rows(self)
-            output.readouts, output.steering_trace = new_readouts(self, finished=finish_reason is not None)
-        if finish_reason is not None:
-            record_reach(self, num_forwarded(self))
-            output.capture_results = finish_capture(self, finish_reason, stop_reason)
+        sample: SampleState = getattr(self, SAMPLE)
+        ended = finish_reason is not None
+        if ended:
+            sample.record_stop(self, stop_reason)
+        if sample.adds_to_outputs:
+            output.capture_rows = sample.new_rows(self)
+            output.readouts, output.steering_trace = sample.new_readouts(self, finished=ended)
+        if ended:
+            sample.record_reach(self)
+            output.capture_results = sample.finish_capture(self, finish_reason, stop_reason)
         return output
 
 
-def extend_state(output_processor: Any, request: Any) -> None:
-    """Make the state of a sample a :class:`SteeredRequestState` if the sample has a program."""
-    if program_bytes(request.sampling_params) is not None:
-        state = output_processor.request_states[request.request_id]
-        state.__class__ = SteeredRequestState
-        if state.parent_req is not None:
-            parents = output_processor.parent_requests
-            if not isinstance(parents, WeakValueDictionary):
-                # vLLM keeps the parent of samples that are aborted by the client's id, and with it the captured rows of
-                # its ended samples. The states of running samples refer to their parent.
-                output_processor.parent_requests = WeakValueDictionary(parents)
-            setattr(state, _REFUSED_PARENTS, vars(output_processor).setdefault(_REFUSED_PARENTS, []))
+def begin_sample(output_processor: Any, request: Any) -> None:
+    """Make the state of a sample that has a program a :class:`SteeredRequestState` with a `SampleState`."""
+    sample = attach_sample(output_processor, request)
+    if sample is None:
+        return
+    state = output_processor.request_states[request.request_id]
+    state.__class__ = SteeredRequestState
+    if state.parent_req is not None:
+        parents = output_processor.parent_requests
+        if not isinstance(parents, WeakValueDictionary):
+            # vLLM keeps the parent of samples that are aborted by the client's id, and with it the captured rows of
+            # its ended samples. The states of running samples refer to their parent.
+            output_processor.parent_requests = WeakValueDictionary(parents)
+        sample.refused_parents = vars(output_processor).setdefault(_REFUSED_PARENTS, [])
 
 
 def abort_siblings(output_processor: Any, processed: Any) -> None:

@@ -19,10 +19,11 @@ from tests.server.application import Body
 from tests.server.fakes import HIDDEN, FakeEngine
 from vllm_steer.capture import CapturedRequest, CaptureResult, SiteRows
 from vllm_steer.capture.results import CaptureResults
+from vllm_steer.frontend.sample_state import SampleState
 from vllm_steer.request import CaptureSpec
 from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
-from vllm_steer.server.http.request_context import current_request, record_results, track_sample
+from vllm_steer.server.http.request_context import current_request, track_sample
 
 SPEC: dict[str, Any] = {"hooks": {"post_block": [1]}, "positions": "all"}
 DONE = "data: [DONE]\n\n"
@@ -73,7 +74,9 @@ async def finish_samples(
 ) -> None:
     samples = len(results) // prompts
     states = [
-        SimpleNamespace(request_index=i % max(samples, 1), external_req_id=f"r{i}", parent_req=None)
+        SimpleNamespace(
+            request_index=i % max(samples, 1), external_req_id=f"r{i}", parent_req=None, _steering_sample=SampleState()
+        )
         for i in range(len(results))
     ]
     for number in range(prompts):
@@ -85,7 +88,8 @@ async def finish_samples(
     async def elsewhere() -> None:
         current_request.set(None)
         for state, result in reversed(list(zip(states, results, strict=True)) * runs):
-            record_results(state, CaptureResults(result))
+            if state._steering_sample.listener is not None:
+                state._steering_sample.listener.on_results(CaptureResults(result))
 
     await asyncio.create_task(elsewhere())
 

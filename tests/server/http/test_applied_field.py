@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_steer.request import Selector
-from vllm_steer.server.http.request_context import RequestContext, record_unreached
+from vllm_steer.server.http.request_context import Choice, RequestContext
 from vllm_steer.server.http.response_writer import ResponseWriter
 
 APPLIED = {"epoch": 3, "global": None, "modules": [], "request": "sha256:0"}
@@ -144,12 +143,12 @@ async def test_streams_end_as_in_vllm_if_all_edits_acted(unreached: dict[int, An
 def test_an_edit_that_reached_tokens_in_one_of_several_runs_is_not_reported() -> None:
     """Catches a report about the last run of the model only, with server-side tools."""
     context = RequestContext()
-    state = SimpleNamespace(_steering_choice=(context, 0))
+    choice = Choice(context, 0)
     one, two = UNREACHED[0]
-    record_unreached(state, (one, two))
-    record_unreached(state, (two,))
-    record_unreached(state, (one, two))
+    choice.on_reach((one, two))
+    choice.on_reach((two,))
+    choice.on_reach((one, two))
     assert context.unreached == {0: (two,)}
     context.close()
-    record_unreached(state, (one,))
+    choice.on_reach((one,))
     assert context.unreached == {}

@@ -8,7 +8,6 @@ import base64
 import json
 import threading
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,7 +27,7 @@ from vllm_steer.capture.results import CaptureResults
 from vllm_steer.params import PROMPT_KEY
 from vllm_steer.server.http import capture_reports, response_writer
 from vllm_steer.server.http.apply_fields import apply_to_params
-from vllm_steer.server.http.request_context import RequestContext, current_request, record_results, track_sample
+from vllm_steer.server.http.request_context import Choice, RequestContext, current_request, track_sample
 from vllm_steer.server.http.row_encoding import encode_inline
 from vllm_steer.server.routes.captures import capture_store_of
 
@@ -74,7 +73,7 @@ async def test_late_results_of_a_disconnected_client_are_dropped(monkeypatch: py
     monkeypatch.setattr(answers, "finish_samples", leave_running)
     await client_of(make_capturing_app([{}])).post(ROUTE, json=BODY)
     (context,) = contexts
-    record_results(SimpleNamespace(_steering_choice=(context, 0)), CaptureResults({"memory": done(captured())}))
+    Choice(context, 0).on_results(CaptureResults({"memory": done(captured())}))
     assert context.results == {}
 
 
@@ -402,11 +401,10 @@ def test_positions_are_plain_integers() -> None:
 async def test_a_choice_that_finishes_while_reports_are_built() -> None:
     """Catches a stream that ends without its last event, since a sibling finished during the wait for a consumer."""
     slow: Future[CaptureResult] = Future()
-    context = RequestContext(results={1: CaptureResults({"memory": slow})})
+    context = RequestContext(consumers=("memory",), results={1: CaptureResults({"memory": slow})})
     building = asyncio.create_task(capture_reports.build_reports(context, 1 << 20, 1 << 20, no_store))
     await asyncio.sleep(0)
-    state = SimpleNamespace(_steering_choice=(context, 0))
-    record_results(state, CaptureResults({"memory": done(captured(value=5))}))
+    Choice(context, 0).on_results(CaptureResults({"memory": done(captured(value=5))}))
     slow.set_result(CaptureResult("ok", None, captured(value=7)))
     reports = await asyncio.wait_for(building, 10)
     assert values_of([{"capture_results": reports[i]} for i in range(2)]) == [5, 7]

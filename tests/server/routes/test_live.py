@@ -16,9 +16,11 @@ from fastapi import FastAPI
 from tests.server.fakes import REPORT
 from vllm_steer.capture.readouts import ReadoutStream
 from vllm_steer.capture.row_assembler import RowAssembler
+from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.live import EndedRequestError, LiveSample, set_strength
+from vllm_steer.frontend.sample_state import RunningCapture, SampleState
 from vllm_steer.program import compile_program
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
@@ -45,11 +47,13 @@ class FakeEngine:
         program = compile_program(
             parse_fields({"steering": edits}), edit_paths=[f"steering[{i}]" for i in range(len(EDITS))]
         )
-        readouts = ReadoutStream(program, RowAssembler(0, 0, torch.float32))
+        assembler = RowAssembler(0, 0, torch.float32)
         capabilities = Capabilities.merge([REPORT], SteeringConfig())
         registry = SteeringRegistry(capabilities, limits=RegistryLimits(max_norm=max_norm))
-        capture = SimpleNamespace(readouts=readouts, live_id=SAMPLE.live_id)
-        state = SimpleNamespace(request_id="sample", _steering_capture=capture)
+        manager: Any = None
+        capture = RunningCapture(manager, RowReceiver(), assembler, readouts=ReadoutStream(program, assembler))
+        sample = SampleState(capture=capture, live_id=SAMPLE.live_id)
+        state = SimpleNamespace(request_id="sample", _steering_sample=sample)
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(served_model_name="tiny"),
@@ -83,6 +87,7 @@ async def test_every_id_of_a_client_is_found(own_id: str) -> None:
         response = await change({"push": 2.0}, 0.0, own_id, quote(given, safe=""))
         assert response.status_code == 200, response.text
         assert response.json()["id"] == given
+        assert (response.json()["position"], response.json()["positions"]) == (7, {"0": 7})
 
 
 async def test_an_ended_request_whose_id_is_used_again() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,8 +19,8 @@ from vllm_steer.capture.results import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.live import LiveSample
-from vllm_steer.frontend.outputs import is_dynamic, live_id_of, on_results, state_request_id
-from vllm_steer.frontend.reach import Unreached, as_no_effect, on_reach
+from vllm_steer.frontend.reach import Unreached, as_no_effect
+from vllm_steer.frontend.sample_state import sample_of, state_request_id
 from vllm_steer.params import APPLIED_KEY, PROGRAM_KEY, PROMPT_KEY
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.server.auth.current_key import NO_OWNER
@@ -31,7 +31,6 @@ from vllm_steer.server.quota.tracker import Reservation
 
 APPLIED_FIELD = "steering_applied"
 """The response field that tells what was applied to a request."""
-_CHOICE = "_steering_choice"
 RERUN = "the server ran the model several times for this choice (server-side tools); which run to report is undefined"
 """Error in place of captures and trace of a choice."""
 
@@ -181,42 +180,43 @@ def track_sample(output_processor: Any, request: Any) -> None:
     context.applied_json = extra.get(APPLIED_KEY) or context.applied_json
     context.has_program = context.has_program or PROGRAM_KEY in extra
     prompt = extra.get(PROMPT_KEY)
-    if isinstance(prompt, int):
-        state = output_processor.request_states[request.request_id]
-        setattr(state, _CHOICE, (context, prompt * context.samples + state.request_index))
-        on_reach(state, record_unreached)
-        if context.directory is not None and not context.closed:
-            context.running = context.running or RunningRequest(context.owner, context.route, context.header_id)
-            context.directory.add_sample(
-                context.running, state_request_id(state), LiveSample(request.request_id, live_id_of(state))
-            )
-        if context.consumers:
-            on_results(state, record_results)
-        if context.dynamic and not context.closed and is_dynamic(state):
-            choice = prompt * context.samples + state.request_index
-            model_name = "" if context.engine is None else context.engine.model_name
-            no_trace = RERUN if choice in context.readouts else None
-            context.readouts[choice] = ReadoutFeed(state, model_name, no_trace)
+    if not isinstance(prompt, int):
+        return
+    state = output_processor.request_states[request.request_id]
+    sample, number = sample_of(state), prompt * context.samples + state.request_index
+    if context.directory is not None and not context.closed:
+        context.running = context.running or RunningRequest(context.owner, context.route, context.header_id)
+        live_id = "" if sample is None else sample.live_id
+        context.directory.add_sample(context.running, state_request_id(state), LiveSample(request.request_id, live_id))
+    if sample is None:
+        return
+    sample.listener = Choice(context, number)
+    if context.dynamic and not context.closed and sample.readouts is not None:
+        model_name = "" if context.engine is None else context.engine.model_name
+        no_trace = RERUN if number in context.readouts else None
+        context.readouts[number] = ReadoutFeed(state, model_name, no_trace)
 
 
-def record_unreached(state: Any, unreached: Unreached) -> None:
-    """Record the edits that a finished sample did not reach."""
-    context, choice = getattr(state, _CHOICE, (None, 0))
-    if context is not None and not context.closed:
-        # With server-side tools the model runs several times for a choice; an edit may reach tokens in any of the runs.
-        earlier = context.unreached.get(choice, unreached)
-        context.unreached[choice] = tuple(each for each in unreached if each in earlier)
+class Choice(NamedTuple):
+    """The choice of a response that follows a sample.
 
-
-def record_results(state: Any, results: CaptureResults | None) -> None:
-    """Record the results of a finished sample.
-
-    Results are not read from request outputs, because vLLM merges outputs that a slow stream has not consumed.
+    The output processor runs in the context of an arbitrary request, so `current_request` cannot be used here.
     """
-    # The output processor runs in the context of an arbitrary request, so `current_request` cannot be used here.
-    context, choice = getattr(state, _CHOICE, (None, 0))
-    # After a disconnect, vLLM may abort the request later than the response ends.
-    if context is not None and results is not None and not context.closed:
-        if choice in context.results:
-            context.rerun_choices.add(choice)
-        context.results[choice] = results
+
+    context: RequestContext
+    number: int
+
+    def on_reach(self, unreached: Unreached) -> None:
+        """Record the edits that the finished sample did not reach."""
+        if not self.context.closed:
+            # With server-side tools the model runs several times for a choice; an edit may reach tokens in any run.
+            earlier = self.context.unreached.get(self.number, unreached)
+            self.context.unreached[self.number] = tuple(each for each in unreached if each in earlier)
+
+    def on_results(self, results: CaptureResults) -> None:
+        """Record the results of the finished sample, if the response reports captures."""
+        # After a disconnect, vLLM may abort the request later than the response ends.
+        if self.context.consumers and not self.context.closed:
+            if self.number in self.context.results:
+                self.context.rerun_choices.add(self.number)
+            self.context.results[self.number] = results
