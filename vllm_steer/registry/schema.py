@@ -181,7 +181,10 @@ class LiveStrengths(_Answer):
     id: str
     """Id of the request, as in the path."""
     position: int
-    """Position from which on the strengths hold, in the prompt and the generated tokens together, from 0."""
+    """Position from which on the strengths hold for all samples, in the prompt and the generated tokens together, from
+    0."""
+    positions: dict[int, int]
+    """Position from which on they hold for each sample that runs, by the index of its choice."""
     strengths: dict[str, float]
     """The strengths that were set, by name."""
 
