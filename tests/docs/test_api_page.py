@@ -43,7 +43,8 @@ def entries() -> list[tuple[str, Any, list[str]]]:
     found = []
     for path, filters in _ENTRY.findall(read("docs/reference/api.md")):
         module, _, name = path.rpartition(".")
-        found.append((path, getattr(import_module(module), name), ast.literal_eval(filters or f'["{_ALWAYS_HIDDEN}"]')))
+        documented = getattr(import_module(module), name, None) or import_module(path)
+        found.append((path, documented, ast.literal_eval(filters or f'["{_ALWAYS_HIDDEN}"]')))
     return found
 
 
