@@ -2,7 +2,7 @@
 """Functions for interfaces of other libraries on this engine, such as those in ``vllm_steer.peers``.
 
 An adapter translates the requests of another library to fields of this project, and results back. It raises
-:class:`vllm_steer.SteeringError` for what it cannot serve, with the texts that all modules of this project use. Further
+`vllm_steer.SteeringError` for what it cannot serve, with the texts that all modules of this project use. Further
 parts of an adapter: ``LLM.capabilities``, the functions of ``vllm_steer.client``, and for servers
 ``vllm_steer.server.extension``.
 """

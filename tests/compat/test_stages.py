@@ -12,7 +12,7 @@ import pytest
 from vllm_steer.compat.stages import LIFECYCLE, REQUEST_STAGES, STARTUP, checks_without_steering, front_end_joins
 from vllm_steer.compat.wraps import How, Join, load
 
-WITHOUT = {*checks_without_steering(serves=False), *checks_without_steering(serves=True)}
+WITHOUT = tuple(dict.fromkeys((*checks_without_steering(serves=False), *checks_without_steering(serves=True))))
 ALL = (*STARTUP, *front_end_joins(), *LIFECYCLE, *WITHOUT)
 
 
