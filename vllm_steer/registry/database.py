@@ -88,7 +88,7 @@ class DatabaseStore(RegistryStore):
 
     def refresh(self) -> Snapshot:
         """Return the newest snapshot; raises ``RegistryUnavailableError``."""
-        with self._lock, self._report_errors():
+        with self.lock, self._report_errors():
             self._revision, self._snapshot = self._transact(self._load)
             return self._snapshot
 
@@ -112,7 +112,7 @@ class DatabaseStore(RegistryStore):
             size = connection.execute(sa.select(sa.func.length(STATE.c.state)).where(_ROW)).scalar_one()
             return self._store(connection, encode_index(new.index, size), old, new), new
 
-        with self._lock, self._report_errors():
+        with self.lock, self._report_errors():
             self._revision, self._snapshot = self._transact(write, writes=True, may_retry=lambda: not updating)
             return self._snapshot
 
@@ -144,7 +144,7 @@ class DatabaseStore(RegistryStore):
             return bytes(data)
 
         index = decode_index(row.state)
-        snapshot, _ = self._read_contents(index, read, "its content in the registry's database")
+        snapshot, _ = self.read_contents(index, read, "its content in the registry's database")
         return row.revision, snapshot
 
     def _store(self, connection: sa.Connection, state: bytes, old: Snapshot, new: Snapshot) -> str:

@@ -93,7 +93,7 @@ class DirectoryStore(RegistryStore):
 
     def refresh(self) -> Snapshot:
         """Return the newest snapshot; raises ``RegistryUnavailableError``."""
-        with self._lock, _report_errors(self.path, self._root):
+        with self.lock, _report_errors(self.path, self._root):
             while self.is_stale():
                 self._read()
             return self._snapshot
@@ -105,7 +105,7 @@ class DirectoryStore(RegistryStore):
             RegistryFullError: The index would exceed its size limit.
             RegistryUnavailableError: The directory cannot be read or written.
         """
-        with self._lock, _report_errors(self.path, self._root), self._exclusive():
+        with self.lock, _report_errors(self.path, self._root), self._exclusive():
             old = self.refresh()
             new = update(old)
             if new is not old:
@@ -146,7 +146,7 @@ class DirectoryStore(RegistryStore):
         fd, adopted = open_readonly(INDEX, self._root), False
         try:
             index = decode_index(read_regular(fd, f"{FIELD}: {INDEX}", MAX_INDEX_BYTES))
-            snapshot, failures = self._read_contents(index, self._read_object, "its file in the registry's directory")
+            snapshot, failures = self.read_contents(index, self._read_object, "its file in the registry's directory")
             missing = any(isinstance(error, FileNotFoundError) for error in failures)
             # A symbolic link is a permanent error, and so is a missing file.
             retry = any(error.errno not in (errno.ELOOP, errno.ENOENT) for error in failures)

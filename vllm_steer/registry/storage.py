@@ -21,7 +21,8 @@ class RegistryStore(ABC):
     """Whether `is_stale` can wait for another machine, so that an event loop must not call it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held by implementations while they read or change the state."""
         self._snapshot = Snapshot()
 
     @property
@@ -45,7 +46,7 @@ class RegistryStore(ABC):
         ``RegistryUnavailableError``.
         """
 
-    def _read_contents(
+    def read_contents(
         self, index: RegistryIndex, read: Callable[[str], bytes], what: str
     ) -> tuple[Snapshot, list[OSError]]:
         """Return the snapshot of an index. Content that is already in memory is not read again.
@@ -90,7 +91,7 @@ class MemoryStore(RegistryStore):
 
     def change(self, update: Callable[[Snapshot], Snapshot]) -> Snapshot:
         """Apply ``update`` to the snapshot, as `RegistryStore.change` specifies."""
-        with self._lock:
+        with self.lock:
             self._snapshot = update(self._snapshot)
             return self._snapshot
 
