@@ -141,10 +141,10 @@ def test_rejects_steered_streaming_input_only(llm: Any) -> None:
 @pytest.fixture
 def no_front_end_check(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every program through to the scheduler."""
-    from vllm_steer.frontend import outputs, requests
+    from vllm_steer.frontend import requests, sample_state
     from vllm_steer.plugin import front_end
 
-    monkeypatch.setattr(outputs, "program_of", lambda params: None)
+    monkeypatch.setattr(sample_state, "program_of", lambda params: None)
     monkeypatch.setattr(requests, "check_engine_request", lambda processor, request: None)
     monkeypatch.setattr(front_end, "complete_params", lambda context, params: params)
 
