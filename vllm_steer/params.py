@@ -225,8 +225,7 @@ def has_steering(params: Any) -> bool:
     """Return whether the parameters contain edits, modules or captures.
 
     Examples:
-        >>> from vllm_steer import SamplingParams, has_steering
-        >>> has_steering(SamplingParams(temperature=0.0))
+        >>> import vllm_steer; vllm_steer.has_steering(vllm_steer.SamplingParams())
         False
     """
     return program_bytes(params) is not None or MODULES_KEY in (getattr(params, "extra_args", None) or {})
@@ -249,7 +248,7 @@ def capture_specs(params: Any) -> Specs:
     Examples:
         >>> from vllm_steer import SamplingParams, capture_specs
         >>> params = SamplingParams(capture={"memory": {"hooks": {"post_block": [1]}}})
-        >>> [name for name, spec in capture_specs(params)]
+        >>> [name for name, _ in capture_specs(params)]
         ['memory']
     """
     return read_specs(getattr(params, "extra_args", None) or {})
