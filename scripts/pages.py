@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scripts that write pages share: the folder of results, and tables in Markdown."""
+"""Shared parts of the scripts that write pages: the folder of results, and tables in Markdown."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def slowest_first(nodeids: Sequence[str], seconds: Mapping[str, float]) -> list[
 
 
 class SecondsRecord:
-    """Plugin that sums the seconds of the tests of each group, and writes those of a second or more."""
+    """Plugin that adds up the seconds of each group of tests, and writes the sums of a second or more."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()

@@ -293,7 +293,7 @@ def test_engines_that_return_other_scores_are_refused(
 
 
 def test_engines_without_steering_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an engine without steering that fails later, or an error about an argument that nobody gave."""
+    """Catches an engine without steering that fails later, or an error about an argument that was not given."""
     running = LLM.__new__(LLM)
     vars(running).update(llm_engine=Engine().llm_engine)
     monkeypatch.setattr("vllm_steer.llm.engine_context", lambda engine: None)

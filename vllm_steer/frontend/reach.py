@@ -23,7 +23,7 @@ Unreached: TypeAlias = tuple[tuple[str, Selector], ...]
 
 
 class Selections(NamedTuple):
-    """What a program selects."""
+    """Selectors and parts of a program, with their paths in the request."""
 
     selectors: tuple[tuple[Selector, tuple[str, ...]], ...] = ()
     """Selectors and their paths; see `Program.selections`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package keeps for a running sample that has a program, from its start to its last output.
+"""State of a running sample that has a program, from its start to its last output.
 
 It is one object, an attribute of vLLM's per-sample ``RequestState``, so it is freed with the sample, also after an
 abort or a disconnect. It has no reference to that state, which would delay this; methods get it as ``state``.
@@ -60,7 +60,7 @@ class SharedState:
     submission: int | None = None
     """Number of the request among those that capture; None until one of its samples starts."""
     unreached: dict[int, Unreached] = field(default_factory=dict)
-    """What finished samples did not reach, by number of the sample."""
+    """Selections that finished samples did not reach, by number of the sample."""
 
 
 @dataclass(frozen=True)
@@ -87,20 +87,20 @@ class SampleState:
     applied: SteeringApplied | None = None
     """Steering that was applied to the request."""
     selections: Selections = NOTHING_SELECTED
-    """What the request selects; empty if no steering was applied."""
+    """Selections of the request; empty if no steering was applied."""
     capture: RunningCapture | None = None
     """None without captures, readouts, gates and live strengths."""
     live_id: str = ""
     """The engine's id of the sample's live strengths; empty if it has none."""
     listener: SampleListener | None = None
     refused_parents: list[str] | None = None
-    """Where the id of the sample's parent goes if the sample is refused; None if the request has no other samples."""
+    """List that gets the id of the sample's parent if the sample is refused; None if the request has no other samples."""
     has_stopped: bool = False
     """Whether a readout has ended the sample. Its last token has been forwarded then."""
     read_elsewhere: bool = False
     """Whether the HTTP response reads the records, so that outputs carry none."""
     controller_error: str | None = None
-    """Why the sample's controller has failed. Set in any thread."""
+    """Error of the sample's controller. Set in any thread."""
 
     @property
     def readouts(self) -> ReadoutStream | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ASGI middleware of the interfaces that have an HTTP form.
 
-It stands in front of the steering middleware and translates bodies and responses, so API keys, quotas and checks are
-those of the translated requests. A body is read only when the server reads it, which is after authentication.
+It runs in front of the steering middleware and translates bodies and responses, so API keys, quotas and checks apply to
+the translated requests. A body is read only when the server reads it, which is after authentication.
 """
 
 from __future__ import annotations

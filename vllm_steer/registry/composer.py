@@ -121,7 +121,7 @@ def find_probe(name: object, snapshot: Snapshot, field: str) -> Vector:
 
 @dataclass(frozen=True)
 class _Names:
-    """What programs name: probes of the modules in a snapshot, and autoencoders; see `bind_names`."""
+    """Probes of the modules in a snapshot, and autoencoders, by the names in programs; see `bind_names`."""
 
     snapshot: Snapshot
     features: FeatureReader
