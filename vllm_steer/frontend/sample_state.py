@@ -94,7 +94,7 @@ class SampleState:
     """The engine's id of the sample's live strengths; empty if it has none."""
     listener: SampleListener | None = None
     refused_parents: list[str] | None = None
-    """List that gets the id of the sample's parent if the sample is refused; None if the request has no other samples."""
+    """Gets the id of the sample's parent if the sample is refused; None if the request has no other samples."""
     has_stopped: bool = False
     """Whether a readout has ended the sample. Its last token has been forwarded then."""
     read_elsewhere: bool = False

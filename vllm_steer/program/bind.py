@@ -33,7 +33,10 @@ from vllm_steer.request.selector import OPEN_END, Wire
 
 
 class Names(Protocol):
-    """Probes and autoencoders by the names in a program. Each method raises SteeringError for ``field`` if the name is unknown."""
+    """Probes and autoencoders by the names in a program.
+
+    Each method raises SteeringError for ``field`` if the name is unknown.
+    """
 
     @property
     def any_site(self) -> bool:
