@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from vllm import envs
 from vllm.config import CompilationMode
 
 from tests.conformance.model import save
@@ -44,6 +45,9 @@ UNTAPPED = {**NOTED, "enforce_eager": False, "steering_config": {"plain_code": T
 @pytest.fixture(scope="module", autouse=True)
 def no_ahead_of_time_compilation() -> Iterator[None]:
     """Compile on the first call: ahead-of-time compilation needs Inductor's output, which this backend lacks."""
+    # What other files of this process left: code compiled without guards would be run, cached variables be read.
+    torch._dynamo.reset()
+    envs.disable_envs_cache()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_AOT_COMPILE", "0")
         yield
