@@ -86,7 +86,7 @@ async def test_a_change_is_one_call_of_the_engine_and_a_large_body_none() -> Non
 
     async def call(method: str, args: Any) -> list[list[int]]:
         calls.append(args)
-        return [[7]]
+        return [[7] * len(args[0])]
 
     engine.collective_rpc = call  # type: ignore[method-assign]
     running, entry = RunningRequests(), RunningRequest(current_owner())
