@@ -258,6 +258,15 @@ def damaged_array(folder: Path) -> str:
     return written
 
 
+def unclosed_header(folder: Path) -> str:
+    """Write an array whose header lacks a bracket: numpy's tokenizer raises TokenError."""
+    folder.mkdir()
+    header = b"{'descr': ('<f4'".ljust(117) + b"\n"
+    with zipfile.ZipFile(folder / "params.npz", "w") as archive:
+        archive.writestr("W_enc.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    return str(folder)
+
+
 def encrypted(folder: Path) -> str:
     written = write(folder, "params.npz", {"W_enc": W, **SCOPE})
     data = bytearray((folder / "params.npz").read_bytes())
@@ -295,6 +304,7 @@ def encrypted(folder: Path) -> str:
         (damaged, "cannot be read"),
         (damaged_array, "cannot be read"),
         (encrypted, "cannot be read"),
+        (unclosed_header, "cannot be read"),
         (short_bias, "b_enc has 19 numbers, expected 20"),
         (long_threshold, "threshold has 40 numbers, expected 20"),
         (quantised, "W_enc of .* must have the dtype F64, F32, F16, BF16, not I8"),

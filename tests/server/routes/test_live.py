@@ -80,6 +80,36 @@ async def change(
         return await client.post(f"/v1/steering/requests/{path}", json=strengths)
 
 
+async def test_a_change_is_one_call_of_the_engine_and_a_large_body_none() -> None:
+    """Catches a call per sample, and a body beyond 64 KiB: changes have no limit of their rate."""
+    engine, calls = FakeEngine(0.0), []
+
+    async def call(method: str, args: Any) -> list[list[int]]:
+        calls.append(args)
+        return [[7] * len(args[0])]
+
+    engine.collective_rpc = call  # type: ignore[method-assign]
+    running, entry = RunningRequests(), RunningRequest(current_owner())
+    engine.output_processor.request_states = {
+        name: SimpleNamespace(
+            request_id=name, _steering_sample=engine.output_processor.request_states["sample"]._steering_sample
+        )
+        for name in ("sample", "second", "third")
+    }
+    for name in engine.output_processor.request_states:
+        running.add_sample(entry, "cmpl-one-0", LiveSample(name, SAMPLE.live_id))
+    app = FastAPI()
+    app.include_router(make_router(running, engine))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
+        path = "/v1/steering/requests/one"
+        assert (await client.post(path, json={"push": 2.0})).status_code == 200
+        assert calls == [([SAMPLE.live_id] * 3, {"push": 2.0})]
+        response = await client.post(path, content=b" " * 65_537, headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    assert response.json()["error"]["message"] == "body: exceeds 64 KiB"
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("own_id", ["run/42", "/run//42/", "a b?c", "%2F"])
 async def test_every_id_of_a_client_is_found(own_id: str) -> None:
     """Catches ids with slashes that match no route, in `X-Request-Id` as well as in the id of the response."""

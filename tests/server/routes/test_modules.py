@@ -24,6 +24,7 @@ from vllm_steer.request import pack_vector
 from vllm_steer.server.auth.current_key import use_key
 from vllm_steer.server.auth.keys import generate_key
 from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.body_checks import BodyChecks
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.schemas import JSON, MODULE_BODY, REQUEST_FIELDS, SET_BODY
 from vllm_steer.server.routes import modules
@@ -75,6 +76,20 @@ async def test_all_body_forms_register_the_same_module(client: httpx.AsyncClient
     listed = (await client.get(MODULES)).json()
     assert [(each["name"], each["description"]) for each in listed["data"]] == [("a", "d"), ("b", ""), ("c", "")]
     assert listed["epoch"] == 3
+
+
+async def test_a_full_queue_refuses_all_but_clear(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches requests that wait without a bound for a slow registry, and steering that such requests keep on."""
+    empty = (await client.get(SET)).json()["content"]
+    await client.post(SET, json={"base": BASE})
+    full = BodyChecks(max_bodies=0, field="registry", full="serves {}")
+    monkeypatch.setattr(modules, "registry_calls", lambda: full)
+    calls = [client.get(MODULES), client.get(f"{MODULES}/a"), client.delete(f"{MODULES}/a"), client.get(SET),
+             client.post(SET, json={"base": BASE}), client.post(MODULES, json={"name": "a", "base": BASE}),
+             client.post(MODULES, params={"name": "a"}, content=write_module(module()), headers=FILE)]  # fmt: skip
+    for call in calls:
+        assert refused(await call, 503)["message"] == "registry: serves 0"
+    assert (await client.post(CLEAR)).json()["content"] == empty
 
 
 async def test_returns_vectors_only_with_data(client: httpx.AsyncClient) -> None:

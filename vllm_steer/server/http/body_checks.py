@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that read large request bodies, so that the event loop serves other requests meanwhile.
+"""Threads that read large request bodies or use the registry, so that the event loop serves other requests meanwhile.
 
-Few threads run, and few bodies wait for them: a client that sends many large bodies gets HTTP 503 instead of the memory
+Few threads run, and few calls wait for them: a client that sends many large bodies gets HTTP 503 instead of the memory
 and the threads of the server.
 """
 
@@ -25,14 +25,22 @@ LARGE_BODY = 1 << 16
 _THREADS = 2
 _MAX_BODIES = 16
 """Bodies that are read or wait at one time."""
+_FULL = "this server already reads {} large bodies; retry later, or send less"
+_REGISTRY_THREADS = 4
+_MAX_REGISTRY_CALLS = 32
+"""Calls of the registry's routes that run or wait at one time."""
 
 
 class BodyChecks:
     """A pool of threads with a bounded queue."""
 
-    def __init__(self, threads: int = _THREADS, max_bodies: int = _MAX_BODIES) -> None:
-        self._pool = ThreadPoolExecutor(threads, "vllm-steer-body")
+    def __init__(
+        self, threads: int = _THREADS, max_bodies: int = _MAX_BODIES, field: str = "body", full: str = _FULL
+    ) -> None:
+        """Create the pool; ``field`` and ``full``, with the maximum for ``{}``, make the error of a full queue."""
+        self._pool = ThreadPoolExecutor(threads, f"vllm-steer-{field}")
         self._max_bodies = max_bodies
+        self._field, self._full = field, full
         self._lock = threading.Lock()
         self.bodies = 0
         """Bodies that are read or wait. One whose client has left counts until its thread is done with it."""
@@ -41,13 +49,11 @@ class BodyChecks:
         """Return ``function(*args, **kwargs)``, called in a thread with the current context variables.
 
         Raises:
-            ServerFullError: Too many bodies wait.
+            ServerFullError: Too many calls run or wait.
         """
         with self._lock:
             if self.bodies >= self._max_bodies:
-                raise ServerFullError(
-                    "body", f"this server already reads {self._max_bodies} large bodies; retry later, or send less"
-                )
+                raise ServerFullError(self._field, self._full.format(self._max_bodies))
             self.bodies += 1
         try:
             call = partial(function, *args, **kwargs)
@@ -67,3 +73,10 @@ class BodyChecks:
 def body_checks() -> BodyChecks:
     """Return the pool of this process."""
     return BodyChecks()
+
+
+@cache
+def registry_calls() -> BodyChecks:
+    """Return the pool for the registry's routes; a slow database takes no thread from the bodies of completions."""
+    full = "already serves {} requests for modules and global steering; retry later"
+    return BodyChecks(_REGISTRY_THREADS, _MAX_REGISTRY_CALLS, "registry", f"this server {full}")

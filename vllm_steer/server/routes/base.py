@@ -84,5 +84,6 @@ async def read_body(request: Request, limit: int) -> bytes:
         else:
             chunks.append(chunk)
     if size > limit:
-        raise BodyTooLargeError("body", f"exceeds {limit >> 20} MiB; raise --steering-max-body-mib")
+        most = f"{limit >> 20} MiB; raise --steering-max-body-mib" if limit >= 1 << 20 else f"{limit >> 10} KiB"
+        raise BodyTooLargeError("body", f"exceeds {most}")
     return b"".join(chunks)

@@ -23,6 +23,7 @@ from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.request.scalars import shown
 from vllm_steer.server.auth.current_key import current_key, require
 from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.body_checks import registry_calls
 from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import BINARY, JSON, MODULE_BODY, SET_BODY
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
@@ -57,26 +58,26 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
         media_type = _media_type(request, (JSON, *BINARY))
         body = await read_body(request, max_body)
         if media_type == JSON:
-            return await asyncio.to_thread(_register_json, registry, body, name)
+            return await registry_calls().run(_register_json, registry, body, name)
         if name is None:
             raise SteeringError("name", "is missing; a safetensors body is named in the query: ?name=...")
-        return await asyncio.to_thread(registry.register_file, name, body)
+        return await registry_calls().run(registry.register_file, name, body)
 
     @router.get("/modules", summary="List modules", openapi_extra=requires(Right.READ))
     async def list_modules() -> ModuleList:
         """List all modules, without their vectors."""
-        return await asyncio.to_thread(registry.list)
+        return await registry_calls().run(registry.list)
 
     @router.get("/modules/{name}", summary="Get a module", openapi_extra=requires(Right.READ))
     async def get_module(name: Name, data: Data = False) -> ModuleInfo:
         """Get one module. `data`, which needs the right `data`, adds its vectors in the form that registers them."""
         _require_data(data)
-        return await asyncio.to_thread(registry.get, name, data=data)
+        return await registry_calls().run(registry.get, name, data=data)
 
     @router.delete("/modules/{name}", summary="Delete a module", openapi_extra=requires(Right.REGISTER))
     async def delete_module(name: Name) -> Deleted:
         """Delete a module, or one version of it. Running requests and global steering that use it are not affected."""
-        return await asyncio.to_thread(registry.delete, name)
+        return await registry_calls().run(registry.delete, name)
 
     @router.post("/set", summary="Set global steering", openapi_extra=requires(Right.GLOBAL, SET_BODY))
     async def set_steering(request: Request) -> GlobalSteering:
@@ -85,18 +86,19 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
         Running requests are not affected.
         """
         _media_type(request, (JSON,))
-        return await asyncio.to_thread(_set_json, registry, await read_body(request, max_body))
+        return await registry_calls().run(_set_json, registry, await read_body(request, max_body))
 
     @router.post("/clear", summary="Clear global steering", openapi_extra=requires(Right.GLOBAL))
     async def clear_steering(request: Request) -> GlobalSteering:
         """Clear global steering for requests admitted from now on. The body has no fields."""
+        # Not in the pool, so that a full queue cannot keep steering on.
         return await asyncio.to_thread(_clear_json, registry, await read_body(request, max_body))
 
     @router.get("/set", summary="Get global steering", openapi_extra=requires(Right.READ))
     async def get_steering(data: Data = False) -> GlobalSteering:
         """Get global steering. `data`, which needs the right `data`, adds the vectors."""
         _require_data(data)
-        return await asyncio.to_thread(registry.status, data=data)
+        return await registry_calls().run(registry.status, data=data)
 
     return router
 
