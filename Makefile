@@ -11,16 +11,8 @@ IN_PARALLEL := -n 2 --dist loadfile
 FAST := tests/demo tests/metrics tests/models tests/program tests/registry tests/repo \
 	tests/server/auth tests/server/http tests/server/quota tests/request tests/taps
 
-# What has to pass on every supported version of vLLM.
-VERSION_TIER := tests/compat $(patsubst %,tests/engine/test_%.py,off cache capture mixing gates readouts replace live) \
-	tests/server/test_server.py tests/server/test_server_capture.py
-# Not mamba2: the CPU build of 0.31 has no float32 kernel for its convolution.
-# The last three have layers of vLLM's own in 0.31 only.
-VERSION_FAMILIES := llama-eager or gemma2-eager or gpt2-eager or cohere-eager or mixtral-eager or arcee-eager or \
-	mellum-eager or seed_oss-eager
-
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all test-version version-parity version-fuzz test-gpu conformance docs dist dist-check lint types format clean distclean
+.PHONY: help setup demo test test-fast test-all test-gpu conformance docs dist dist-check lint types format clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -39,17 +31,6 @@ test-fast: setup  ## run the tests that start no engine
 
 test-all: setup  ## run the tests and prove every architecture
 	@CONFORMANCE=all $(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
-
-test-version:  ## run the fast tier on another version of vLLM (VLLM=0.31.0), in an environment of its own
-	@VLLM=$(VLLM) bash scripts/setup.sh
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target version-parity version-fuzz
-	@$(HERE) .venv-$(VLLM)/bin/python -m pytest -q -m "not gpu" $(IN_PARALLEL) $(VERSION_TIER) $(ARGS)
-
-version-parity:
-	@CONFORMANCE=all $(HERE) .venv-$(VLLM)/bin/python -m pytest -q -m "not gpu" tests/conformance/test_parity.py -k "$(VERSION_FAMILIES)"
-
-version-fuzz:
-	@$(HERE) .venv-$(VLLM)/bin/vllm-steer fuzz --minutes 2
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)

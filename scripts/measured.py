@@ -15,6 +15,7 @@ from benchmarks.groups import CONTROL
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 NOW = digests()
+MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 _STEERED = ("one site", "all sites", "own program each")
 
 

@@ -7,8 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from measured import RESULTS, machine_of
-from steps_page import MakeTable
+from measured import RESULTS, MakeTable, machine_of
 
 
 def speed(table: MakeTable) -> str:
@@ -63,29 +62,6 @@ def _ways(result: Mapping[str, Any], table: MakeTable) -> str:
     ]
     heads = ("way", "cells per second", "ratio to the first", *(["distance"] if distances else []))
     return table(heads, rows)
-
-
-def hits(table: MakeTable) -> str:
-    """Return the section on the prefix cache, from the results of ``patching_cache.py``."""
-    if not (RESULTS / "patching-cache.json").exists():
-        return "Not measured yet (`python -m benchmarks.patching_cache`).\n"
-    result = _read("patching-cache.json")
-    rows = [
-        (
-            row["case"],
-            f"{row['cells']:,}",
-            f"{row['cached_tokens']:,} of {row['prompt_tokens']:,}",
-            f"{100 * row['hit_rate']:.1f} %",
-            f"{100 * row['bound']:.1f} %",
-        )
-        for row in result["rows"]
-    ]
-    return (
-        f"Hit rates of whole studies, in blocks of {result['setup']['block_size']} tokens, at one point and two layers. The bound "
-        "is the rate of cells that find every full\nblock before their first patched position; later tokens of an answer find more "
-        "(`python -m benchmarks.patching_cache`).\n\n"
-        + table(("study", "cells", "cached prompt tokens", "hit rate", "bound"), rows)
-    )
 
 
 def _read(name: str) -> dict[str, Any]:

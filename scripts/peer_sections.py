@@ -8,10 +8,21 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from measured import RESULTS
-from steps_page import MakeTable
+from measured import RESULTS, MakeTable
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.peers.refusals import (
+    ARGUMENT,
+    CLIENT,
+    CLIENT_ARGUMENT,
+    GENERATING,
+    LLM,
+    LOADING,
+    MODEL,
+    MODULE_FIELD,
+    NAME,
+)
+from vllm_steer.peers.refusals import REFUSALS as REFUSED_NAMES
 from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS, problem_of
 
 REFERENCE = "HF Transformers"
@@ -33,6 +44,12 @@ class Refusal(NamedTuple):
     call: Callable[[], Any]
 
 
+def _named(page: str, calls: Mapping[str, Callable[[str], Any]]) -> list[Refusal]:
+    """Return the refused names of a page, with the call that raises the error of a name by place."""
+    places = REFUSED_NAMES[page]
+    return [Refusal(place.format(name), partial(call, name)) for place, call in calls.items() for name in places[place]]
+
+
 def _lens(**keys: Any) -> Callable[[], Any]:
     from vllm_steer.peers.vllm_lens.keys import read_keys
 
@@ -47,7 +64,6 @@ def _lora() -> Any:
 
 def vllm_lens() -> list[Refusal]:
     import vllm_steer.peers.vllm_lens as package
-    from vllm_steer.peers.vllm_lens.refused import CLIENT_ARGUMENTS, CLIENT_METHODS, LLM_METHODS, NAMES
 
     client, llm = package.VLLMLensClient(model="m"), package.LLM.__new__(package.LLM)
     vector = {"activations": [[[1.0]]], "layer_indices": [1]}
@@ -67,12 +83,14 @@ def vllm_lens() -> list[Refusal]:
             "two vectors with `norm_match` at one layer and token", _lens(apply_steering_vectors=[matched, matched])
         ),
         Refusal("`lora_request` with `lora_path` (HTTP)", _lora),
-        *(Refusal(f"`{name}`", lambda name=name: getattr(package, name)) for name in NAMES),
-        *(Refusal(f"`llm.{name}`", lambda name=name: getattr(llm, name)) for name in LLM_METHODS),
-        *(Refusal(f"`client.{name}`", lambda name=name: getattr(client, name)) for name in CLIENT_METHODS),
-        *(
-            Refusal(f"`client.generate(..., {name}=...)`", lambda name=name: client.generate("one", **{name: [1]}))
-            for name in CLIENT_ARGUMENTS
+        *_named(
+            "vllm-lens",
+            {
+                NAME: partial(getattr, package),
+                LLM: partial(getattr, llm),
+                CLIENT: partial(getattr, client),
+                CLIENT_ARGUMENT: lambda name: client.generate("one", **{name: [1]}),
+            },
         ),
     ]
 
@@ -132,14 +150,12 @@ def probe_hook() -> list[Refusal]:
 
 def nnterp() -> list[Refusal]:
     import vllm_steer.peers.nnterp as package
-    from vllm_steer.peers.nnterp.refused import ATTRIBUTES, FUNCTIONS
 
     bare = package.StandardizedTransformer.__new__(package.StandardizedTransformer)
     bare._tracer = None
     traces = {"model.trace(..., scan=True)": lambda: bare.trace("one", scan=True).__enter__()}
     return [
-        *(Refusal(f"`model.{name}`", lambda name=name: getattr(bare, name)) for name in ATTRIBUTES),
-        *(Refusal(f"`{name}`", lambda name=name: getattr(package, name)) for name in FUNCTIONS),
+        *_named("nnterp", {MODEL: partial(getattr, bare), NAME: partial(getattr, package)}),
         Refusal("`model.steer(..., batch_index=0)`", lambda: bare.steer(1, None, batch_index=0)),
         *(Refusal(f"`{name}`", call) for name, call in traces.items()),
     ]
@@ -149,7 +165,6 @@ def transformer_lens() -> list[Refusal]:
     from types import SimpleNamespace
 
     from vllm_steer.peers.transformer_lens import HookedTransformer, SteeringDriver, get_act_name
-    from vllm_steer.peers.transformer_lens.refused import ARGUMENTS, GENERATING, LOADING, REFUSED
 
     model = HookedTransformer.__new__(HookedTransformer)
     driver = SteeringDriver.__new__(SteeringDriver)
@@ -161,18 +176,17 @@ def transformer_lens() -> list[Refusal]:
         return lambda: driver.forward([[1, 2]], **arguments)
 
     return [
-        *(Refusal(f"`model.{each}`", lambda each=each: getattr(model, each)) for each in REFUSED),
+        *_named("transformer-lens", {MODEL: partial(getattr, model)}),
         Refusal("`get_act_name('q', 1)`", lambda: get_act_name("q", 1)),
         Refusal("`get_act_name('pattern', 1)`", lambda: get_act_name("pattern", 1)),
         Refusal("`return_type='loss'`", lambda: model._run([], "loss", (), None)),
-        *(Refusal(f"`{each}=...`", lambda each=each: model.run_with_cache("one", **{each: 1})) for each in ARGUMENTS),
-        *(
-            Refusal(f"`generate(..., {each}=...)`", lambda each=each: model.generate("one", **{each: 1}))
-            for each in GENERATING
-        ),
-        *(
-            Refusal(f"`from_pretrained(..., {each}=...)`", lambda each=each: model.from_pretrained("m", **{each: 1}))
-            for each in LOADING
+        *_named(
+            "transformer-lens",
+            {
+                ARGUMENT: lambda name: model.run_with_cache("one", **{name: 1}),
+                GENERATING: lambda name: model.generate("one", **{name: 1}),
+                LOADING: lambda name: model.from_pretrained("m", **{name: 1}),
+            },
         ),
         Refusal("`intervene={name: function}` (driver)", forward(intervene={name: print})),
         Refusal("`attention_mask` with zeros (driver)", forward(attention_mask=[[0, 1]])),
@@ -182,7 +196,7 @@ def transformer_lens() -> list[Refusal]:
 
 def rhizonymph() -> list[Refusal]:
     from vllm_steer.params import compile_fields
-    from vllm_steer.peers.rhizonymph.fields import CLAMP_FIELDS, REFUSED, translate_fields
+    from vllm_steer.peers.rhizonymph.fields import translate_fields
     from vllm_steer.peers.rhizonymph.http import DYNAMIC_PROBLEM, rename_vectors
 
     def given(**fields: Any) -> Callable[[], Any]:
@@ -216,8 +230,17 @@ def rhizonymph() -> list[Refusal]:
             "`steer: {kind: name}`",
             given(steering=[{"apply": {"kind": "add", "steer": {"kind": "name", "name": "a"}}}]),
         ),
-        *(Refusal(f"`{name}`", given(**{name: {}})) for name in REFUSED if name != "conversation_id"),
-        *(Refusal(f"`{name}` of a module", partial(rename_vectors, {name: {}})) for name in CLAMP_FIELDS),
+        *(
+            each
+            for each in _named(
+                "rhizonymph",
+                {
+                    NAME: lambda name: translate_fields({name: {}}),
+                    MODULE_FIELD: lambda name: rename_vectors({name: {}}),
+                },
+            )
+            if each.shown != "`conversation_id`"
+        ),
         Refusal("`hooks` with `ranges`", given(capture=ranges)),
         Refusal("`capture_wait: false`", given(capture_wait=False)),
         Refusal("`/v1/steering/dynamic`", raise_dynamic),

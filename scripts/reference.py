@@ -394,7 +394,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "cache.md": cache,
     "architectures.md": lambda: architectures.page(table),
     "performance.md": lambda: performance.page(table),
-    "performance-history.md": lambda: performance.history(table),
     "http.md": http,
     "metrics.md": metrics,
     "bad-input.md": lambda: bad_input.page(table),

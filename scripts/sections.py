@@ -12,9 +12,8 @@ import frontier_page
 import patching_sections
 import peer_sections
 from gpu_page import gpu_failures, next_version
-from measured import current, newest_costs, of_any_code, read
-from serve_page import start
-from steps_page import MakeTable
+from measured import MakeTable, current, machine_of, newest_costs, of_any_code, read
+from rooms import ROOMS
 
 from vllm_steer.compat.stages import REQUEST_STAGES
 from vllm_steer.compat.version import CONFLICTS
@@ -48,6 +47,12 @@ SERVED = {
 }
 """Rows of the README's table that are measured through the server, by way of ``benchmarks/serve.py``."""
 
+START = """
+With the layer sizes of Llama 3.1 8B on an {machine}, a server with steering started {later:.0f} s later than stock vLLM
+({steered:.0f} s against {stock:.0f} s, with empty compile caches) and had {less:.2f} GiB less KV cache
+([Performance](../reference/performance.md)). {note}`--no-steering-plain-code` omits the second compilation.
+""".lstrip()
+
 PUBLISHED = [
     ("EasySteer", "R1-Distill-Qwen-1.5B, 256 prompts", "steer 1 layer / 28 layers", "throughput 0.89 / 0.76"),
     ("EasySteer", "R1-Distill-Qwen-1.5B, 256 prompts", "256 different configurations", "throughput 0.18"),
@@ -80,13 +85,34 @@ def costs(table: MakeTable) -> str:
         "the start of a server and to the first token:\n\n"
         + table(("workload", "requests", "throughput", "time per token", "throughput published by others¹"), rows)
         + "\n¹ On other models and machines; see [comparison](docs/explanation/comparison.md).\n"
-        + ("² Of an [earlier build](docs/reference/performance-history.md).\n" if "²" in str(rows) else "")
+        + ("² Of an earlier build.\n" if "²" in str(rows) else "")
     )
 
 
 def published(table: MakeTable) -> str:
     """Return the comparison page's table of figures that other projects publish."""
     return table(("project", "setting", "workload", "published figure"), PUBLISHED)
+
+
+def start(table: MakeTable) -> str:
+    """Return the operator's guide's paragraph about the start of a server, from ``benchmarks/start.py``."""
+    result = read("gpu-start-llama-8b.json")
+    stock, steering = (result["servers"][kind] for kind in ("stock", "steering"))
+    return START.format(
+        machine=machine_of(result),
+        stock=stock["start_seconds"],
+        steered=steering["start_seconds"],
+        later=steering["start_seconds"] - stock["start_seconds"],
+        less=stock["cache_gib"] - steering["cache_gib"],
+        note=f"{note} " if (note := result.get("note", "")) else "",
+    )
+
+
+def rooms(table: MakeTable) -> str:
+    """Return the architecture page's table of the rooms of the package."""
+    return table(
+        ("room", "contents"), [(", ".join(f"`{name}`" for name in room.names), room.contents) for room in ROOMS]
+    )
 
 
 def stages(table: MakeTable) -> str:
@@ -126,9 +152,9 @@ FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
 """Projects whose fields are refused by name without their interface, by page."""
 SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "README.md": {"costs": costs},
-    "docs/design/architecture.md": {"stages": stages},
+    "docs/design/architecture.md": {"rooms": rooms, "stages": stages},
     "docs/explanation/comparison.md": {"published": published},
-    "docs/explanation/patching-compared.md": {"speed": patching_sections.speed, "hits": patching_sections.hits},
+    "docs/explanation/patching-compared.md": {"speed": patching_sections.speed},
     "docs/explanation/limitations.md": {"conflicts": conflicts, "gpu-failures": gpu_failures},
     "docs/guides/operating.md": {"start": start},
     "docs/guides/releases.md": {"next-version": next_version},

@@ -6,15 +6,13 @@
 #
 #   PYTHON=...   the Python to use (default: the first suitable of python3.11, 3.12, 3.13, python3 and python)
 #   LANE=...     cpu (default) or cuda: which build of vLLM
-#   VLLM=...     another version of vLLM with a file requirements/cpu-VERSION.txt; creates .venv-VERSION instead
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 ROOT=$(pwd -P)
 LANE=${LANE:-cpu}
-VLLM=${VLLM:-}
-VENV=.venv${VLLM:+-$VLLM}
+VENV=.venv
 VENV_PYTHON=$ROOT/$VENV/bin/python
 LOG=$VENV/setup.log
 STAMP=$VENV/setup.stamp
@@ -32,24 +30,7 @@ case $LANE in
     cuda) SOURCES=(requirements/cuda.txt) ;;
     *) fail "LANE is '$LANE'; use cpu or cuda." ;;
 esac
-if [[ -n $VLLM ]]; then
-    [[ $LANE == cpu ]] || fail "VLLM selects a version of the CPU build only; remove LANE=$LANE."
-    [[ -f requirements/cpu-$VLLM.txt ]] || fail "VLLM is '$VLLM', but requirements/cpu-$VLLM.txt is missing; the tested versions have such a file."
-    SOURCES+=("requirements/cpu-$VLLM.txt")
-fi
 SOURCES+=(requirements/dev.txt pyproject.toml scripts/setup.sh)
-
-# Prints the pins of the lane: those of requirements/cpu-$VLLM.txt replace those of requirements/cpu.txt.
-pins() {
-    if [[ -z $VLLM ]]; then
-        cat "requirements/$LANE.txt"
-        return
-    fi
-    local names
-    names=$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/\1/p' "requirements/cpu-$VLLM.txt" | paste -sd '|')
-    grep -vE "^($names)==" requirements/cpu.txt
-    cat "requirements/cpu-$VLLM.txt"
-}
 
 # Prints a line that identifies the result of the set-up. $1: a Python.
 fingerprint() {
@@ -146,22 +127,15 @@ if ! venv_is_usable "$version"; then
 fi
 rm -f "$STAMP"
 echo "$LANE" >"$VENV/lane"
-pins >"$VENV/pins.txt"
 
-count=$(cat "$VENV/pins.txt" requirements/dev.txt | grep -c '==')
+count=$(cat "requirements/$LANE.txt" requirements/dev.txt | grep -c '==')
 log "installing vLLM ($LANE build) and the tools: $count packages, one to three minutes"
-pip_install -r "$VENV/pins.txt" -r requirements/dev.txt
+pip_install -r "requirements/$LANE.txt" -r requirements/dev.txt
 log "installing vllm_steer"
 shim=()
 if [[ $LANE == cpu ]]; then
     check_cpu_torch
     shim=(./requirements/vllm-metadata)
-    if [[ -n $VLLM ]]; then
-        shim=("./$VENV/vllm-metadata")
-        mkdir -p "$VENV/vllm-metadata"
-        sed -E "/^(version|dependencies)/s/[0-9]+\.[0-9]+\.[0-9]+/$VLLM/" requirements/vllm-metadata/pyproject.toml \
-            >"$VENV/vllm-metadata/pyproject.toml"
-    fi
 fi
 pip_install --no-build-isolation --editable . "${shim[@]}"
 fingerprint "$VENV_PYTHON" >"$STAMP"

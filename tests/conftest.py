@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import settings
 from tests.conformance import part
 from tests.conformance.namespaces import without_namespace
 from tests.features import FeatureRecord
+from tests.order import SecondsRecord, group_of, measured, slowest_first
 
 # One engine in this very process, small caches, and no pinning of threads to cores that other engines of the same test
 # run use as well. One thread each, which torch reads when it is first imported: models of this size are slower with
@@ -44,6 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--hostile", type=int, metavar="N", help="draw N random requests for each operation in tests/server/hostile"
     )
+    parser.addoption(
+        "--record-seconds", action="store_true", help="write the seconds of each file to tests/seconds.json"
+    )
     parser.addoption("--features", type=Path, help="write how tests marked with a feature ended to this JSON file")
 
 
@@ -51,28 +54,22 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--features")
     if path is not None:
         config.pluginmanager.register(FeatureRecord(path))
-
-
-SHARING = re.compile(
-    r"(tests/server)/(?:test_(?:server(?!_modules|_stock)\w*|openai_example)|hostile/\w+|routes/test_capabilities)\.py"
-    r"|(tests/peers)/test_(?:inspect|rhizonymph_server|vllm_lens_server)\.py"
-)
-"""Files whose tests use a server of the session, and the folder whose ``conftest.py`` starts it."""
+    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SecondsRecord())
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the files that share a server to one worker, since every worker that runs one of them starts a server."""
+    """Give the files that share a server to one worker, and begin with the slowest files."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class SharedServers(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            shared = SHARING.fullmatch(file)
-            return str(shared[shared.lastindex or 0]) if shared else file
+            return group_of(nodeid)
 
+    config.option.loadscopereorder = False  # by the number of tests
     return SharedServers(config, log)
 
 
@@ -99,9 +96,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(part.describe())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch  # not above, where the environment is not yet set
 
+    if hasattr(config, "workerinput"):
+        items[:] = [items[index] for index in slowest_first([item.nodeid for item in items], measured())]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a GPU; results of GPU runs are in benchmarks/results/")

@@ -12,6 +12,8 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreRequest
 
+from vllm_steer.compat.stages import LOGGING
+from vllm_steer.compat.wraps import install
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import (
     IDLE_KEY,
@@ -21,7 +23,6 @@ from vllm_steer.params import (
     refuse_assigned_fields,
     set_live_id,
 )
-from vllm_steer.plugin.entry_point import register
 from vllm_steer.request.vector import content_digest
 
 
@@ -122,7 +123,7 @@ def scheduled(params):
 @pytest.mark.parametrize("steered", [SamplingParams(max_tokens=1, **FIELDS), VllmSamplingParams(max_tokens=1)])
 def test_logs_do_not_contain_vectors(holder, steered):
     """Catches a program written whole by `print` or vLLM's logs, and arguments of others that are hidden."""
-    register()
+    install(LOGGING)
     extra = {**compile_fields(FIELDS), "session": b"other", "steer_live": "id"}
     params = copy.copy(steered)
     params.extra_args = extra
@@ -136,7 +137,7 @@ def test_logs_do_not_contain_vectors(holder, steered):
 def test_text_of_steered_params_does_not_need_the_plugin(monkeypatch):
     """Catches `print(params)` that writes the vectors until an engine has been started."""
     original = VllmSamplingParams.__repr__
-    monkeypatch.setattr(VllmSamplingParams, "__repr__", getattr(original, "_vllm_steer_wraps", original))
+    monkeypatch.setattr(VllmSamplingParams, "__repr__", getattr(original, "_vllm_steer_wraps", (original,))[0])
     params = SamplingParams(max_tokens=1, **FIELDS)
     assert len(repr(params)) < 2000 < len(repr(params.clone().extra_args))
 
@@ -159,9 +160,9 @@ def test_printing_changes_nothing():
 
 def test_parameters_of_others_are_printed_by_vllm_itself(monkeypatch):
     """Catches digests computed for requests without steering, and text that differs from stock vLLM's."""
-    register()
+    install(LOGGING)
     monkeypatch.setattr("vllm_steer.params.content_digest", None)
-    original = VllmSamplingParams.__repr__._vllm_steer_wraps
+    original = VllmSamplingParams.__repr__._vllm_steer_wraps[0]
     for extra in (None, {}, {"session": b"x" * 9}):
         params = VllmSamplingParams(max_tokens=1, extra_args=extra)
         assert repr(params) == original(params)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_steer.frontend.controllers import ControlledRequest, Controller
     from vllm_steer.frontend.user_hooks import HookHandle
     from vllm_steer.llm import LLM
-    from vllm_steer.params import SamplingParams
+    from vllm_steer.params import SamplingParams, add_steering, capture_specs, has_steering
     from vllm_steer.plugin.request_state import CapacityError
     from vllm_steer.plugin.vllm_names import install
     from vllm_steer.registry.registry import SteeringRegistry
@@ -63,8 +63,11 @@ __all__ = [
     "SteeringError",
     "SteeringRegistry",
     "__version__",
+    "add_steering",
     "capture_hidden_states",
+    "capture_specs",
     "engine_kwargs",
+    "has_steering",
     "install",
     "open_captures",
     "site",
@@ -74,6 +77,9 @@ _MODULES = {
     "AsyncLLM": "vllm_steer.async_llm",
     "LLM": "vllm_steer.llm",
     "SamplingParams": "vllm_steer.params",
+    "add_steering": "vllm_steer.params",
+    "capture_specs": "vllm_steer.params",
+    "has_steering": "vllm_steer.params",
     "CaptureSpec": "vllm_steer.request",
     "Edit": "vllm_steer.request",
     "HiddenStates": "vllm_steer.capture.hidden_states",

@@ -24,6 +24,7 @@ from vllm_steer.frontend.controllers import read_controller
 from vllm_steer.frontend.live import samples_of, set_strength
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.request.references import Reference
 
 T = TypeVar("T")
@@ -169,6 +170,10 @@ class AsyncSteering:
     async def status(self, *, data: bool = False) -> GlobalSteering:
         """Run ``SteeringRegistry.status``."""
         return await self._call(lambda registry: registry.status(data=data))
+
+    async def snapshot(self) -> Snapshot:
+        """Run ``SteeringRegistry.snapshot``."""
+        return await self._call(lambda registry: registry.snapshot())
 
     async def _call(self, method: Callable[[SteeringRegistry], T]) -> T:
         context = await ensure_engine_context(self._engine)

@@ -14,7 +14,14 @@ from vllm_steer.compat.internals import LLM as VllmLLM
 from vllm_steer.compat.internals import Metric
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
+from vllm_steer.frontend.context import (
+    NOT_ENABLED,
+    EngineContext,
+    RegistryOptions,
+    engine_context,
+    set_consumers,
+    set_registry,
+)
 from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position, rpc_args, samples_of
 from vllm_steer.frontend.requests import beam_search_steps
 from vllm_steer.frontend.user_hooks import HookHandle, check_process, register_hook
@@ -124,10 +131,21 @@ class LLM(VllmLLM):  # type: ignore[misc]
         Raises:
             SteeringError: Steering is not enabled.
         """
+        return self._context("steering").registry
+
+    def capabilities(self) -> dict[str, Any]:
+        """Return what the engine supports, as ``Client.capabilities`` does: hook points, edits, limits and refusals.
+
+        Raises:
+            SteeringError: Steering is not enabled.
+        """
+        return self._context("capabilities").capabilities.report().model_dump()
+
+    def _context(self, field: str) -> EngineContext:
         context = engine_context(self.llm_engine)
         if context is None:
-            raise SteeringError("steering", NOT_ENABLED)
-        return context.registry
+            raise SteeringError(field, NOT_ENABLED)
+        return context
 
     def set_strength(self, request_id: str, **strengths: float) -> int:
         """Set live strengths of a running request, between two steps of ``llm_engine``.

@@ -23,7 +23,6 @@ from vllm_steer.compat.internals import SamplingParams as VllmSamplingParams
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program
 from vllm_steer.program.compiler import strength_of
-from vllm_steer.program.dynamic import SAE_PREFIX
 from vllm_steer.program.program_files import ProgramFileCache, fetch_program
 from vllm_steer.request import (
     CaptureSpec,
@@ -67,8 +66,6 @@ FIELD_ALIASES: Mapping[str, str] = MappingProxyType(
 """Fields by names that other interfaces use, for error messages."""
 FILE_KEY = "steer_file"
 """Reference to a file with the program, between the front end and the scheduler."""
-FEATURES_KEY = "steer_features"
-"""Marks a program with autoencoders whose sites and features are not filled in."""
 LIVE_KEY = "steer_live"
 """The engine's id of a sample's live strengths. It is never used again, unlike request ids."""
 PROMPT_KEY = "steer_prompt"
@@ -80,7 +77,6 @@ EXTRA_ARGS_KEYS: tuple[str, ...] = (
     APPLIED_KEY,
     IDLE_KEY,
     FILE_KEY,
-    FEATURES_KEY,
 )
 RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY, LIVE_KEY})
 """Keys of ``extra_args`` that this package writes."""
@@ -120,9 +116,6 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
             stops=stops,
         )
         compiled[PROGRAM_KEY] = program.encode_cached()
-        heads = (readout.head for readout in program.readouts)
-        if any(edit.is_pending for edit in program.edits) or any(head.startswith(SAE_PREFIX) for head in heads):
-            compiled[FEATURES_KEY] = b""
     if idle := [path for path, edit in edits if strength_of(edit) == 0.0]:
         compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
     if captures:
@@ -150,6 +143,26 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
             )
     # A new dict, because several SamplingParams may share the caller's.
     params.extra_args = {**(params.extra_args or {}), **compiled}
+
+
+def add_steering(params: Any, **fields: Any) -> Any:
+    """Return a copy of vLLM's sampling parameters with steering and captures, for example of an engine's defaults.
+
+    Args:
+        params: Sampling parameters without steering or captures.
+        **fields: Arguments of `SamplingParams` such as ``steering_vectors`` and ``capture``.
+
+    Raises:
+        SteeringError: A field is invalid, or ``params`` already have steering or captures.
+
+    Examples:
+        >>> from vllm_steer import SamplingParams, add_steering, has_steering
+        >>> has_steering(add_steering(SamplingParams(), steering_vectors={"post_block": {1: [0.5]}}))
+        True
+    """
+    copied = params.clone()
+    attach_steering(copied, fields)
+    return copied
 
 
 def refuse_unknown_args(extra: Any) -> None:

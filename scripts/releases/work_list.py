@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from scripts.releases.layers import LayerChange, layer_changes
+from scripts.releases.settings import SETTINGS
 from vllm_steer.compat.record import Change, SeamSource, changes, read_seams
 from vllm_steer.compat.seams import Kind
-from vllm_steer.compat.settings import SETTINGS
 from vllm_steer.compat.sources import Function, SourceTree
 
 _ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
@@ -71,7 +71,7 @@ SEAM_LEGEND: Final = (
 LAYER_LEGEND: Final = (
     "A *recipe* says where in the `forward` of a class the hook points are. Classes without one are refused."
 )
-PROOF_LEGEND: Final = "A version is supported when these pass with it, and so does `make test-version VLLM=VERSION`."
+PROOF_LEGEND: Final = "A version is supported when these pass with it."
 
 
 def write_report(diff: ReleaseDiff, *, with_source: bool = False) -> str:
@@ -129,7 +129,8 @@ def _lines(diff: ReleaseDiff, with_source: bool) -> Iterator[str]:
     for title, settings in (("Engine arguments", diff.arguments), ("Environment variables", diff.variables)):
         yield f"* {title}, new: {_names(settings.new)}; gone: {_names(settings.gone)}"
     new = (*diff.arguments.new, *diff.variables.new)
-    yield f"* Without a row in `compat/settings.py`: {_names(tuple(name for name in new if name not in SETTINGS))}"
+    undecided = _names(tuple(name for name in new if name not in SETTINGS))
+    yield f"* Without a row in `scripts/releases/settings.py`: {undecided}"
     yield ""
     if any(name in SETTINGS for name in new):
         yield "| new setting | with steering | reason |"

@@ -41,6 +41,7 @@ def test_flag_with_options_and_spec() -> None:
         "memory:hooks=post_block:1-4",
         "memory:positions=all",
         "memory:hooks=post_block:1,positions=sometimes",
+        "memory:hooks=post_block:1,positions=user",  # not every prompt has such a message
         "memory:hooks=post_block:1,before=yes",
         "memory:hooks=post_block:1,colour=red",
     ],

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from vllm_steer.compat.stages import LIFECYCLE, REQUEST_STAGES, STARTUP, front_end_joins
+from vllm_steer.compat.stages import LIFECYCLE, REQUEST_STAGES, STARTUP, checks_without_steering, front_end_joins
 from vllm_steer.compat.wraps import How, Join, load
 
-ALL = (*STARTUP, *front_end_joins(), *LIFECYCLE)
+WITHOUT = {*checks_without_steering(serves=False), *checks_without_steering(serves=True)}
+ALL = (*STARTUP, *front_end_joins(), *LIFECYCLE, *WITHOUT)
 
 
 @pytest.mark.parametrize("join", ALL, ids=lambda join: f"{join.method}-{join.runs}")
@@ -75,4 +76,4 @@ def test_lists_exactly_the_overridden_methods() -> None:
 def test_start_up_imports_no_front_end() -> None:
     """Catches a plugin that loads the server into worker processes."""
     modules = {join.method.partition(":")[0] for join in STARTUP}
-    assert modules == {"vllm.engine.arg_utils", "vllm.sampling_params"}
+    assert modules == {"vllm.engine.arg_utils"}

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from vllm import envs
 
-from vllm_steer.compat.internals import current_platform
 from vllm_steer.compat.sources import SourceTree, installed_source, installed_version
 from vllm_steer.compat.version import (
     CONNECTORS_BY_BLOCK_HASH,
@@ -21,7 +20,6 @@ from vllm_steer.compat.version import (
     check_settings,
     check_version,
     compare_with_tested,
-    untested_device,
 )
 
 
@@ -137,21 +135,7 @@ def test_names_the_changed_function_and_file() -> None:
     assert compare_with_tested(source, "0.99.0").changed == ()
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1.dev3"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1.dev3"])
 def test_accepts_the_tested_range(version: str) -> None:
     """Catches a guard that rejects patch releases or local version labels."""
     assert check_version(version) is None
-
-
-@pytest.mark.parametrize(
-    ("version", "cuda", "warns"),
-    [("0.31.0", True, True), ("0.31.0", False, False), ("0.32.0", True, False), ("dev", True, False)],
-)
-def test_says_which_version_was_tested_on_cpus_only(
-    version: str, cuda: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a version untested on GPUs that starts there without a warning, and a needless warning."""
-    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: cuda)
-    sentence = untested_device(version)
-    assert (sentence is not None) == warns
-    assert sentence is None or "0.31 was tested with vllm-steer on CPUs only" in sentence

@@ -98,6 +98,16 @@ def test_installs_once(target: Any) -> None:
     assert target().method(3) == 6
 
 
+def test_joins_take_the_place_of_others_only_if_asked(target: Any) -> None:
+    """Catches (1) an engine with steering whose process had one without, and (2) the reverse, with the wrong joins."""
+    static = join("static", How.BEFORE, "first", with_object=True)
+    install([join("method", How.RESULT, "double"), static], replace=False)
+    install([join("method", How.AROUND, "outer"), join("static", How.BEFORE, "second")])
+    install([join("method", How.RESULT, "double"), static], replace=False)
+    assert (target().method(3), target.static(5)) == (3, 5)
+    assert calls == ["outer", "method", ("second", ())]
+
+
 def test_wraps_coroutines(target: Any) -> None:
     """Catches a wrapper that returns before the coroutine has run."""
     install([join("wait", How.AROUND, "later")])

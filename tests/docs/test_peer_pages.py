@@ -3,39 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
 from tests.repo.tree import read
-from vllm_steer.peers.nnterp.refused import ATTRIBUTES, FUNCTIONS
-from vllm_steer.peers.rhizonymph.fields import REFUSED as RHIZONYMPH
-from vllm_steer.peers.transformer_lens.refused import ARGUMENTS, LOADING
-from vllm_steer.peers.transformer_lens.refused import REFUSED as TRANSFORMER_LENS
-from vllm_steer.peers.vllm_lens.keys import REFUSED_KEYS
-from vllm_steer.peers.vllm_lens.refused import CLIENT_ARGUMENTS, LLM_METHODS
-from vllm_steer.peers.vllm_lens.refused import NAMES as LENS_NAMES
-from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS, problem_of
+from vllm_steer.adapters import FIELDS_OF_OTHERS, problem_of
+from vllm_steer.peers.refusals import KEY, REFUSALS
+
+PROJECTS = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
+"""Projects by page whose request fields are refused without their interface."""
+TABLES = {
+    **REFUSALS,
+    "inspect": {KEY: REFUSALS["vllm-lens"][KEY]},
+    "vllm-probe-hook": {},
+}
 
 
-@pytest.mark.parametrize(
-    ("page", "table", "project"),
-    [
-        ("vllm-lens", {**REFUSED_KEYS, **LENS_NAMES, **LLM_METHODS, **CLIENT_ARGUMENTS}, "vllm-lens"),
-        ("inspect", REFUSED_KEYS, None),
-        ("vllm-probe-hook", {}, None),
-        ("nnterp", {**ATTRIBUTES, **FUNCTIONS}, None),
-        ("transformer-lens", {**TRANSFORMER_LENS, **ARGUMENTS, **LOADING}, None),
-        ("rhizonymph", RHIZONYMPH, "RhizoNymph/vllm"),
-    ],
-)
-def test_pages_list_every_refusal(page: str, table: Mapping[str, str], project: str | None) -> None:
+@pytest.mark.parametrize("page", TABLES)
+def test_pages_list_every_refusal(page: str) -> None:
     """Catches a refused name that the page does not list, and a section that does not come last."""
     last = read(f"docs/peers/{page}.md").rpartition("\n## ")[2]
     assert last.startswith("Refused\n")
     assert "| input | error |" in last
-    for name, problem in table.items():
-        assert f"{name}: {problem} |" in last
+    for names in TABLES[page].values():
+        for name, problem in names.items():
+            assert f"{name}: {problem} |" in last
     for name, (owner, _) in FIELDS_OF_OTHERS.items():
-        if owner == project:
+        if owner == PROJECTS.get(page):
             assert f"| {name}: {problem_of(name)} |" in last

@@ -16,7 +16,7 @@ from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.tiny import HIDDEN, LAYERS, VOCAB, direction
 from vllm_steer import Edit, SteeringError, capture_hidden_states
-from vllm_steer.compat import request_state
+from vllm_steer.plugin import request_state
 
 
 @pytest.mark.failure(1)

@@ -173,7 +173,7 @@ def test_readouts_of_a_part(llm: Any, truth: Truth) -> None:
 
 
 def test_messages_of_the_prompt(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches messages whose positions do not reach the engine, and an answer outside of the message it belongs to."""
+    """Catches messages whose positions do not reach the engine or captured rows, and an answer outside its message."""
     tokens = [7, 3, 20, 21, 8, 30, 7, 4, 22, 8, 7, 5]
     roles = RoleTokens(
         {"system": (7, 3), "user": (7, 4), "assistant": (7, 5)}, dict.fromkeys(ROLES, 8), frozenset([7]), {}
@@ -185,8 +185,13 @@ def test_messages_of_the_prompt(llm: Any, truth: Truth, monkeypatch: pytest.Monk
         "user": {**READOUTS["late"], "positions": "user"},
         "rest": {**READOUTS["late"], "positions": "assistant"},
     }
-    named = [params(8, readouts=readouts, steering=[add(tokens=role)]) for role in ROLES]
-    listed = [params(8, steering=[add(tokens=positions)]) for positions in ([[0, 5]], [[6, 10]], [[10, None]])]
+    places = ([[0, 5]], [[6, 10]], [[10, None]])
+
+    def rows_at(positions: Any) -> dict[str, Any]:
+        return {"memory": {"hooks": {"post_block": [1]}, "positions": positions}}
+
+    named = [params(8, readouts=readouts, steering=[add(tokens=role)], capture=rows_at(role)) for role in ROLES]
+    listed = [params(8, steering=[add(tokens=place)], capture=rows_at(place)) for place in places]
     outputs = run(llm, [prompt(*tokens)] * 7, [*named, *listed, params(8)])
     for got, expected in zip(outputs[:3], outputs[3:6], strict=True):
         assert np.array_equal(logprobs_of(got), logprobs_of(expected))
@@ -194,6 +199,10 @@ def test_messages_of_the_prompt(llm: Any, truth: Truth, monkeypatch: pytest.Monk
         found = got.outputs[0].readouts
         assert found["user"].positions.tolist() == [6, 7, 8, 9]
         assert found["rest"].positions.tolist() == list(range(10, 12 + 8 - 1))
+        rows, wanted = (each.outputs[0].capture_results["memory"] for each in (got, expected))
+        assert rows.status == "ok"
+        assert rows.positions("post_block", 1).tolist() == wanted.positions("post_block", 1).tolist()
+        assert rows.tensor("post_block", 1).equal(wanted.tensor("post_block", 1))
 
 
 @pytest.mark.feature("prefix caching", "react")

@@ -14,8 +14,8 @@ from tests.frontend.chat_templates import TEMPLATES, make_tokenizer
 from vllm_steer import Edit, SamplingParams, SteeringError
 from vllm_steer.frontend.parts import PartMarkers, bind_request
 from vllm_steer.frontend.roles import read_role_tokens
-from vllm_steer.params import program_of
-from vllm_steer.request.selector import OPEN_END
+from vllm_steer.params import capture_specs, program_of
+from vllm_steer.request.selector import OPEN_END, Selector
 
 MESSAGES = [
     {"role": "system", "content": "Be\nbrief"},
@@ -104,13 +104,17 @@ def test_other_roles_belong_to_no_message() -> None:
     assert texts(tokenizer, ids, "user") == []
 
 
-def bind(tokenizer: Any, prompt: list[int], template: str = "", **fields: Any) -> Any:
+def bind_params(tokenizer: Any, prompt: list[int], template: str = "", **fields: Any) -> Any:
     config = SimpleNamespace(structured_outputs_config=SimpleNamespace(reasoning_parser=""))
     request = SimpleNamespace(
         sampling_params=SamplingParams(**fields), prompt_token_ids=prompt, prompt_is_token_ids=None, mm_features=None
     )
     bind_request(request, SimpleNamespace(tokenizer=tokenizer), PartMarkers(config, {}, "", template))
-    return program_of(request.sampling_params)
+    return request.sampling_params
+
+
+def bind(*args: Any, **fields: Any) -> Any:
+    return program_of(bind_params(*args, **fields))
 
 
 def edit(tokens: Any = "user", **fields: Any) -> Edit:
@@ -127,16 +131,42 @@ def test_every_field_gets_positions(tmp_path: Path) -> None:
     file.write_text(TEMPLATES["token per role"])
     text = "<|system|>\na<|end|>\n<|user|>\nb<|end|>\n<|assistant|>\n"
     prompt = tokenizer.encode(text, add_special_tokens=False)
-    program = bind(
+    params = bind_params(
         tokenizer, prompt, str(file),
         readouts={"r": {**PROBE, "positions": "assistant"}},
+        capture={"memory": {"hooks": {"post_block": [0], "pre_attn": "all"}, "positions": "user"},
+                 "logging": {"hooks": {"post_block": [0]}, "positions": "assistant", "dtype": "float16", "tag": 1}},
         steering=[edit(), edit("generated", when={"readout": "r", "above": 0.0, "window": "prompt",
                                                   "positions": "system"})],
     )  # fmt: skip
+    program = program_of(params)
     assert [each.tokens for each in program.edits] == [[[5, 9]], "generated"]
     assert program.edits[1].when[0].tokens == [[0, 4]]
     assert program.readouts[0].tokens == [[10, None]]
+    assert [each.tokens for each in program.captures] == [[[5, 9]], [[5, 9]], [[10, None]]]
+    # The front end assembles rows by the spec, the engine by the program.
+    memory, logging = (spec for _, spec in capture_specs(params))
+    assert (memory.positions, logging.positions) == (Selector([[5, 9]]), Selector([[10, None]]))
+    assert (dict(memory.hooks), logging.dtype, logging.options) == (
+        {"pre_attn": "all", "post_block": (0,)}, "float16", {"tag": 1}
+    )  # fmt: skip
     assert not program.needs_prompt
+
+
+def test_roles_in_captures_alone() -> None:
+    """Catches captures that are bound only beside edits, and a role that the prompt lacks and that captures all."""
+    tokenizer = make_tokenizer(TEMPLATES["chatml"])
+    prompt = render(tokenizer, MESSAGES[1:])
+    hooks = {"post_block": [0]}
+    params = bind_params(tokenizer, prompt, capture={"memory": {"hooks": hooks, "positions": "user"}})
+    ((_, spec),) = capture_specs(params)
+    assert [tokenizer.decode(prompt[start:stop]) for start, stop in spec.positions.intervals(len(prompt))] == (
+        SERVED["chatml"]["user"]
+    )
+    assert program_of(params).captures[0].tokens == spec.positions.to_wire()
+    with pytest.raises(SteeringError, match="selects messages of the role system, but the prompt has none") as caught:
+        bind(tokenizer, prompt, capture={"memory": {"hooks": hooks, "positions": "system"}})
+    assert caught.value.field == "capture.memory.positions"
 
 
 @pytest.mark.parametrize(

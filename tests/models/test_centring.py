@@ -83,7 +83,7 @@ def test_feature_equals_its_formula_on_rows_minus_their_mean(name: str, tmp_path
     config, expected = CASES[name]
     reader = FeatureReader({"x": centred(tmp_path, **config)}, "subtract")
     for index in (0, FEATURES - 1):
-        found = reader.find("x", index, "steering[0]")
+        found = reader.feature("x", index, "steering[0]")
         np.testing.assert_allclose(found.decoder, W_DEC[:, index], rtol=1e-6)
         before = ROWS @ found.encoder + found.bias
         np.testing.assert_allclose(np.where(before > found.threshold, before, 0), expected[:, index], atol=2e-5)

@@ -134,7 +134,7 @@ def test_feature_equals_its_formula(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "sae")
     reader = FeatureReader({"x": folder})
     for index in (0, 13, FEATURES - 1):
-        found = reader.find("x", index, "steering[0]")
+        found = reader.feature("x", index, "steering[0]")
         decoder = W_DEC[:, index] / (NORMS[index] if "rescaled" in name else 1.0)
         np.testing.assert_allclose(found.decoder, decoder, rtol=1e-6)
         assert bool(found.problem) == ("topk" in name.replace("batchtopk", "") or name == "sparsify")
@@ -142,7 +142,7 @@ def test_feature_equals_its_formula(name: str, tmp_path: Path) -> None:
             before = X @ found.encoder + found.bias
             np.testing.assert_allclose(np.where(before > found.threshold, before, 0), expected[:, index], atol=1e-5)
     with pytest.raises(SteeringError, match="feature 20 does not exist"):
-        reader.find("x", FEATURES, "steering[0]")
+        reader.feature("x", FEATURES, "steering[0]")
 
 
 @pytest.mark.parametrize("name", ["finetuning_scaling_factor", "scaling_factor"])

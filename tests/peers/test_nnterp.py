@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from examples.peers import nnterp
 from tests.peers.conftest import hidden_states, steered_states
 from vllm_steer import SteeringError
 from vllm_steer.peers.nnterp import (
@@ -248,13 +247,6 @@ def test_refusals(model: StandardizedTransformer) -> None:
     ):
         with pytest.raises(SteeringError):
             call()
-
-
-def test_the_example_runs(engine: Any) -> None:
-    """Catches an example that no longer runs, and steering without effect."""
-    shown = nnterp.run(engine)
-    assert (shown["rows"], shown["lens"][:2], shown["scope"][:2]) == ((4, 1, 64), (1, 4), (1, 2))
-    assert shown["change"] > 1e-3
 
 
 def test_a_trace_reads_and_writes(model: StandardizedTransformer, hf: Any) -> None:

@@ -13,9 +13,9 @@ import torch
 
 from vllm_steer import LLM, Edit, SteeringError
 from vllm_steer.params import program_of
-from vllm_steer.peers.engines import open_engine
+from vllm_steer.peers.engines import Engine as PeerEngine
 from vllm_steer.peers.nnterp import StandardizedTransformer, logit_lens
-from vllm_steer.peers.nnterp import model as nnterp_model
+from vllm_steer.points import POINTS
 
 HIDDEN, LAYERS, VOCAB = 4, 3, 16
 TOKENS = [5, 6, 7]
@@ -37,6 +37,10 @@ class Engine:
         config = {"max_logprobs": -1, "logprobs_mode": "raw_logprobs", "logits_processors": None, **settings}
         model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB, **config)
         self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config))
+        altered = {"attn_out": [1], "mlp_out": [1]}
+        points = [{"name": point, "altered": altered.get(point, [])} for point in POINTS]
+        facts = {"num_layers": LAYERS, "hidden_size": HIDDEN, "points": points, "mixed_head": "the norm reads a mix"}
+        self.capabilities = lambda: facts
 
     def generate(self, requests: Sequence[Any], params: Sequence[Any], use_tqdm: bool) -> list[Any]:
         return [self._run(each["prompt_token_ids"], own) for each, own in zip(requests, params, strict=True)]
@@ -60,9 +64,7 @@ class Engine:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> StandardizedTransformer:
     """Return a model of which layer 1 alters its branches, and whose head mixes streams."""
-    facts = {"altered": {"attn_out": [1], "mlp_out": [1]}, "mixed_head": "the final norm reads a mix"}
-    known = SimpleNamespace(num_layers=LAYERS, hidden_size=HIDDEN, facts=facts)
-    monkeypatch.setattr(nnterp_model, "open_engine", lambda *_: (Engine(), SimpleNamespace(capabilities=known)))
+    monkeypatch.setattr("vllm_steer.peers.engines.open_engine", lambda *_, **__: Engine())
     return StandardizedTransformer("model")
 
 
@@ -156,7 +158,7 @@ def test_log_probabilities_have_no_least_number(
     model: StandardizedTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches logarithms of probabilities, which are infinite where these are zero in float32."""
-    monkeypatch.setitem(model._facts, "mixed_head", None)
+    monkeypatch.setattr(model, "mixed_head", None)
     with model.trace(TOKENS, max_new_tokens=2) as tracer:
         first = model.logits.save()
         with tracer.iter[1]:
@@ -282,10 +284,20 @@ def test_engines_that_return_other_scores_are_refused(
     running = LLM.__new__(LLM)
     vars(running).update(vars(Engine(**settings)))
     monkeypatch.setattr(LLM, "__init__", lambda self, *args, **kwargs: vars(self).update(vars(running)))
-    monkeypatch.setattr("vllm_steer.peers.engines.engine_context", lambda engine: "context")
     for model, arguments in ((running, {}), ("model", settings)):
         if refused:
             with pytest.raises(SteeringError, match="logprobs_mode"):
-                open_engine(model, arguments)
+                PeerEngine(model, **arguments)
         else:
-            assert open_engine(model, arguments)[1] == "context"
+            assert PeerEngine(model, **arguments).num_layers == LAYERS
+
+
+def test_engines_without_steering_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an engine without steering that fails later, or an error about an argument that nobody gave."""
+    running = LLM.__new__(LLM)
+    vars(running).update(llm_engine=Engine().llm_engine)
+    monkeypatch.setattr("vllm_steer.llm.engine_context", lambda engine: None)
+    with pytest.raises(SteeringError, match="model: the engine runs without steering"):
+        PeerEngine(running)
+    with pytest.raises(SteeringError, match="capabilities: the engine runs without steering"):
+        running.capabilities()

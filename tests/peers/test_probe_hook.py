@@ -12,12 +12,11 @@ import torch
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
-from examples.peers import probe_hook
 from tests.peers.conftest import hidden_states, steered_states
 from vllm_steer import SteeringError
 from vllm_steer.capture.results import SiteRows
-from vllm_steer.peers.probe_hook import LLM, AsyncLLM, SamplingParams, asynchronous
-from vllm_steer.peers.probe_hook.asynchronous import _Sample
+from vllm_steer.peers.probe_hook import LLM, AsyncLLM, SamplingParams
+from vllm_steer.peers.probe_hook.engines import _Sample
 from vllm_steer.peers.probe_hook.options import ProbeOptions, check_global_steering
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.module import parse_module
@@ -220,18 +219,13 @@ def test_last_tokens_only(engine: Any, hf: Any) -> None:
     torch.testing.assert_close(output.hidden[0], states[5:6], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.slow
-def test_the_example_runs(engine: Any) -> None:
-    """Catches an example that no longer runs."""
-    assert probe_hook.run(engine) == {"decode": (3, 64), "prefill": (len("Once upon a time"), 64)}
-
-
 class Deltas:
     """An engine that answers with two deltas, and with the row 9 to a request for the last token."""
 
     def __init__(self, final_only: bool, *steering: Any) -> None:
         self.final_only = final_only
-        self.steering = [SimpleNamespace(global_steering=each) for each in steering] or [None, None]
+        self.steering = SimpleNamespace()
+        self.applied = [SimpleNamespace(global_steering=each) for each in steering] or [None, None]
         """Applied steering of the two requests."""
         self.asked: list[tuple[Any, str, dict[str, Any]]] = []
         self.started = 0
@@ -245,7 +239,7 @@ class Deltas:
             last = {("post_block", 1): SiteRows(np.array([5]), torch.full((1, 2), 9.0))}
             result = SimpleNamespace(status="ok", error=None, sites=last)
             yield SimpleNamespace(
-                capture_results={"memory": result}, steering_applied=self.steering[1], prompt_logprobs=None
+                capture_results={"memory": result}, steering_applied=self.applied[1], prompt_logprobs=None
             )
             return
         for position, reason in ((3, None), (4, "length")):
@@ -262,39 +256,36 @@ class Deltas:
             )  # fmt: skip
             if reason or not self.final_only:
                 yield SimpleNamespace(
-                    prompt_token_ids=[1, 2, 3], outputs=[completion], steering_applied=self.steering[0],
+                    prompt_token_ids=[1, 2, 3], outputs=[completion], steering_applied=self.applied[0],
                     prompt_logprobs=[] if reason and not self.final_only else [None, {}, {}],
                 )  # fmt: skip
 
 
-def probing(monkeypatch: pytest.MonkeyPatch, engine: Deltas, snapshot: Snapshot, *, include_last: bool = True) -> Any:
+def probing(engine: Deltas, snapshot: Snapshot, *, include_last: bool = True) -> Any:
     """Return an ``AsyncLLM`` of an engine with that state of its registry."""
 
-    async def context(_: Any) -> Any:
-        async def refresh() -> Snapshot:
-            return snapshot
+    async def current() -> Snapshot:
+        return snapshot
 
-        return SimpleNamespace(registry=SimpleNamespace(refresh=refresh))
-
-    monkeypatch.setattr(asynchronous, "ensure_engine_context", context)
+    engine.steering.snapshot = current
     llm = AsyncLLM.__new__(AsyncLLM)
     llm.engine = engine
     llm.options = ProbeOptions.read([1], **FLAGS | {"include_last": include_last})
     return llm
 
 
-async def test_global_steering_of_both_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_global_steering_of_both_requests() -> None:
     """Catches (1) a request sent although its last row would be wrong and (2) two requests with other steering."""
     params = SamplingParams(max_tokens=3, output_kind=RequestOutputKind.FINAL_ONLY)
     engine = Deltas(True)
-    llm = probing(monkeypatch, engine, globally(decode=SITE))
+    llm = probing(engine, globally(decode=SITE))
     with pytest.raises(SteeringError, match=r"include_last: .*decode\.post_block"):
         _ = [output async for output in llm.generate("one", params, "a")]
     assert engine.started == 0
     base = globally(base=SITE)
     digest = base.steering_digest
     for given in ((digest, digest), (digest, "other"), ("other", "other"), ()):
-        llm = probing(monkeypatch, Deltas(True, *given), base)
+        llm = probing(Deltas(True, *given), base)
         if given == (digest, digest):
             assert len([output async for output in llm.generate("one", params, "a")]) == 1
         else:
@@ -307,11 +298,9 @@ async def test_global_steering_of_both_requests(monkeypatch: pytest.MonkeyPatch)
     ("kind", "values", "tokens"),
     [("CUMULATIVE", [[3], [3, 4]], [1, 2]), ("DELTA", [[3], [4]], [1, 1]), ("FINAL_ONLY", [[3, 4]], [2])],
 )
-async def test_partial_outputs_have_rows(
-    monkeypatch: pytest.MonkeyPatch, kind: str, values: Any, tokens: list[int], include_last: bool
-) -> None:
+async def test_partial_outputs_have_rows(kind: str, values: Any, tokens: list[int], include_last: bool) -> None:
     """Catches rows or prompt log-probabilities of one output only, and a last row of other tokens."""
-    llm = probing(monkeypatch, Deltas(kind == "FINAL_ONLY"), Snapshot(), include_last=include_last)
+    llm = probing(Deltas(kind == "FINAL_ONLY"), Snapshot(), include_last=include_last)
     params = SamplingParams(max_tokens=3, output_kind=RequestOutputKind[kind])
     outputs = [output async for output in llm.generate("one", params, "a", priority=1)]
     if include_last:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from fastapi import FastAPI, HTTPException, Request
 
-from examples.peers import rhizonymph
+from examples.peers import nnterp, probe_hook, rhizonymph, transformer_lens, vllm_lens
 from tests.capture.captured import captured
 from tests.docs.runner import offline_blocks
 from tests.peers.conftest import hidden_states
@@ -282,12 +282,26 @@ def compare(output: Any, hf: Any, hook: Any, layer: int) -> None:
         assert output.outputs[0].logprobs[i][token].logprob == pytest.approx(right, abs=2e-3)
 
 
+TEXT = len("Once upon a time")
+EXAMPLES: dict[Any, Callable[[Any], bool]] = {
+    nnterp: lambda shown: (
+        (shown["rows"], shown["lens"][:2], shown["scope"][:2]) == ((4, 1, 64), (1, 4), (1, 2))
+        and shown["change"] > 1e-3
+    ),
+    probe_hook: lambda shown: shown == {"decode": (3, 64), "prefill": (TEXT, 64)},
+    rhizonymph: lambda shown: shown["plain"] != shown["patched"] and 0 < max(shown["gates"]) <= 1,
+    transformer_lens: lambda shown: shown["cached"] == 4 and shown["before"] != shown["after"],
+    vllm_lens: lambda shown: shown["shape"] == (1, TEXT + 3, 64) and shown["plain"] != shown["steered"],
+}
+"""Examples, and whether what one shows has the right shapes and effects."""
+
+
 @pytest.mark.slow
-def test_the_example_runs(engine: Any) -> None:
-    """Catches an example that no longer runs, and steering without effect."""
-    shown = rhizonymph.run(engine)
-    assert shown["plain"] != shown["patched"]
-    assert 0 < max(shown["gates"]) <= 1
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.__name__)
+def test_the_examples_run(engine: Any, example: Any) -> None:
+    """Catches an example that no longer runs, and steering or a patch without effect."""
+    shown = example.run(engine)
+    assert EXAMPLES[example](shown), shown
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from examples.peers import transformer_lens
 from tests.peers.conftest import hidden_states
 from vllm_steer import Edit, SteeringError
 from vllm_steer.peers.transformer_lens import (
@@ -192,11 +191,3 @@ def test_the_driver_of_transformer_lens_4(engine: Any, hf: Any) -> None:
             driver.forward(tokens, **arguments)
     with pytest.raises(SteeringError, match="n_layers=5"):
         SteeringDriver(engine, SimpleNamespace(n_layers=5))
-
-
-@pytest.mark.slow
-def test_the_example_runs(engine: Any) -> None:
-    """Catches an example that no longer runs, and a patch without effect."""
-    shown = transformer_lens.run(engine)
-    assert shown["cached"] == 4
-    assert shown["before"] != shown["after"]

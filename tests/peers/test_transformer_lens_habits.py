@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from vllm_steer import HookedRows, SteeringError
-from vllm_steer.config import SteeringConfig
 from vllm_steer.peers.transformer_lens import ActivationCache, HookedTransformer, SteeringDriver
-from vllm_steer.peers.transformer_lens import model as lens_model
 from vllm_steer.peers.transformer_lens.hooks import ReadOnlyRows
+from vllm_steer.points import POINTS
 
 HIDDEN, LAYERS, VOCAB = 4, 2, 16
 NAME = "blocks.1.hook_resid_post"
@@ -28,7 +27,15 @@ class Engine:
     """Engine without a model, whose rows are the tokens of the prompts."""
 
     def __init__(self) -> None:
-        config = SimpleNamespace(get_vocab_size=lambda: VOCAB, max_logprobs=-1)
+        config = SimpleNamespace(
+            get_vocab_size=lambda: VOCAB, max_logprobs=-1, logprobs_mode="raw_logprobs", logits_processors=None
+        )
+        unread = {"post_attn": {1: "attention and MLP run in parallel"}}
+        points = [
+            {"name": name, "on": not point.optional, "unread": unread.get(name, {})} for name, point in POINTS.items()
+        ]
+        facts = {"num_layers": LAYERS, "hidden_size": HIDDEN, "points": points, "mixed_head": None}
+        self.capabilities = lambda: facts
         self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config))
         self.hooks: list[Any] = []
         self.seen: list[torch.Tensor] = []
@@ -73,9 +80,7 @@ class Engine:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> HookedTransformer:
     """Return a model in which the stream between attention and MLP of layer 1 cannot be read."""
-    unread = {"post_attn": {1: "attention and MLP run in parallel"}}
-    known = SimpleNamespace(num_layers=LAYERS, hidden_size=HIDDEN, config=SteeringConfig(), unread=unread)
-    monkeypatch.setattr(lens_model, "open_engine", lambda *_: (Engine(), SimpleNamespace(capabilities=known)))
+    monkeypatch.setattr("vllm_steer.peers.engines.open_engine", lambda *_, **__: Engine())
     return HookedTransformer("model")
 
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
@@ -19,12 +18,8 @@ from tests.server.application import Body
 from tests.server.auth.guarded import write_keys
 from tests.server.fakes import FakeEngine
 from tests.server.http.answers import captured
-from vllm_steer.peers.rhizonymph import http as fork
-from vllm_steer.peers.rhizonymph.http import RhizonymphMiddleware
 from vllm_steer.peers.vllm_lens import decode_activations
-from vllm_steer.peers.vllm_lens import http as lens
 from vllm_steer.peers.vllm_lens.http import VllmLensMiddleware
-from vllm_steer.peers.vllm_lens.keys import CAPTURE_KEY, STEERING_KEY
 from vllm_steer.server.auth.current_key import current_owner
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.apply_fields import apply_to_params
@@ -33,43 +28,6 @@ from vllm_steer.server.http.row_encoding import encode_file
 from vllm_steer.server.routes.captures import capture_store_of
 
 ROUTE = "/v1/completions"
-
-
-@pytest.mark.parametrize(
-    ("middleware", "reader", "body", "field", "right"),
-    [
-        (VllmLensMiddleware, (lens, "read_keys"), {"extra_args": {CAPTURE_KEY: [1]}}, "capture", "capture"),
-        (VllmLensMiddleware, (lens, "read_keys"), {"vllm_xargs": {STEERING_KEY: [{}]}}, "steering", "steer"),
-        (RhizonymphMiddleware, (fork, "translate_fields"), {"patch": [{}]}, "steering", "steer"),
-        (RhizonymphMiddleware, (fork, "translate_fields"), {"capture": {"memory": {}}}, "capture", "capture"),
-    ],
-)
-async def test_rights_come_before_tensors(
-    middleware: Any, reader: Any, body: Any, field: str, right: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """Catches work on the tensors of a client that may not send any."""
-    pytest.importorskip("zstandard")
-    secrets = write_keys(tmp_path / "keys.json", {"bob": (Right.READ,)})
-    app = FastAPI()
-    app.state.args = SimpleNamespace(steering_keys=str(tmp_path / "keys.json"))
-    app.state.engine_client = FakeEngine()
-
-    async def answer(body: Body) -> None:
-        raise AssertionError("the request was served")
-
-    def read(*_: Any) -> None:
-        raise AssertionError("the fields were read")
-
-    monkeypatch.setattr(*reader, read)
-    app.post(ROUTE)(answer)
-    app.add_middleware(SteeringMiddleware)
-    app.add_middleware(middleware)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
-        headers = {"authorization": f"Bearer {secrets['bob']}"}
-        got = await client.post(ROUTE, json={"prompt": "x", **body}, headers=headers)
-    assert got.status_code == 403, got.text
-    assert got.json()["error"]["param"] == field
-    assert f"right {right!r}" in got.json()["error"]["message"]
 
 
 async def test_stored_rows_of_a_key_at_its_limit(tmp_path: Path) -> None:

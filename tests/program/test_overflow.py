@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.program import Program, compile_program
-from vllm_steer.program.feature import FeatureVectors, with_features
+from vllm_steer.program.bind import bind_names
+from vllm_steer.program.feature import FeatureVectors, SaeSite
 from vllm_steer.program.overflow import check_live_overflow
 
 AT: dict[str, Any] = {"point": "post_block", "layers": 1}
@@ -40,7 +42,12 @@ def program_of(direction: np.ndarray, **fields: Any) -> Program:
     """Return the program of an edit of a feature with this decoder direction."""
     edit = Edit(kind="feature", sae="x", feature=0, **AT, **fields)
     program = compile_program([edit], edit_paths=["steering[0]"])
-    return with_features(program, lambda *_: FeatureVectors(direction.astype("f4"), ZEROS))
+    names: Any = SimpleNamespace(
+        any_site=False,
+        site=lambda *_: SaeSite(),
+        feature=lambda *_: FeatureVectors(direction.astype("f4"), ZEROS),
+    )
+    return bind_names(program, names)
 
 
 def check(program: Program, dtype: str) -> None:
@@ -111,4 +118,4 @@ def test_constants_of_an_encoder(tmp_path: Path) -> None:
     tensors = {**LENS_TENSORS, "b_dec": np.full(HIDDEN, 1e38, "f4"), "W_enc": np.full((HIDDEN, FEATURES), 1e3, "f4")}
     folder = write(tmp_path / "sae", "sae_weights.safetensors", tensors, {"architecture": "standard"})
     with pytest.raises(SteeringError, match=r"^steering\[0\]\.feature: the encoder of feature 3 .* float32"):
-        FeatureReader({"x": folder}).find("x", 3, "steering[0]")
+        FeatureReader({"x": folder}).feature("x", 3, "steering[0]")

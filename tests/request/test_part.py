@@ -87,7 +87,7 @@ def test_stops_captures_and_modules_refused() -> None:
     with pytest.raises(SteeringError, match="part of the output") as caught:
         SamplingParams(readouts=READOUTS, stop_on=[condition(positions="all")])
     assert caught.value.field == "stop_on[0].positions"
-    for positions in (Selector("answer"), {"between": [3, 4]}, Selector("image")):
+    for positions in (Selector("answer"), {"between": [3, 4]}):
         with pytest.raises(SteeringError, match="captures"):
             CaptureSpec(hooks={"post_block": 0}, positions=positions)
     assert CaptureSpec(hooks={"post_block": 0}, positions={"generated": [2]}).tokens.intervals(5) == ((7, 8),)

@@ -28,7 +28,16 @@ def split_options(name: str, options: Mapping[str, Any]) -> tuple[dict[str, Any]
     """Split a consumer's options into its own options and the server-wide spec, if there is one."""
     own = {key: value for key, value in options.items() if key not in FLAG_KEYS}
     spec = {key: value for key, value in options.items() if key in FLAG_KEYS}
-    return own, parse_capture({name: spec}, SERVER_WIDE_SOURCE) if spec else ()
+    return own, parse_server_wide(name, spec, SERVER_WIDE_SOURCE) if spec else ()
+
+
+def parse_server_wide(name: str, spec: Mapping[str, Any], field: str) -> Specs:
+    """Return the server-wide spec of a consumer; raise SteeringError if it is invalid or does not fit every prompt."""
+    parsed = parse_capture({name: spec}, field)
+    if parsed[0][1].tokens.is_prompt_part:
+        problem = "selects messages or images, which not every prompt has; use all_prompt"
+        raise SteeringError(f"{field}.{name}.positions", problem)
+    return parsed
 
 
 def parse_flag_value(key: str, text: str, field: str) -> Any:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP client of the server: modules, global steering, steered completions and captured rows. Does not import vLLM.
 
-OpenAI's client works as well, with steering and capture fields in ``extra_body``.
+OpenAI's client works as well, with steering and capture fields in ``extra_body``: :func:`to_json` encodes them, and
+:func:`parse_completion` reads the response.
 """
 
 from vllm_steer.client.async_client import AsyncClient
+from vllm_steer.client.encoding import to_json
+from vllm_steer.client.endpoints import auth_headers
 from vllm_steer.client.responses import (
     CaptureAnswer,
     Choice,
@@ -14,6 +17,9 @@ from vllm_steer.client.responses import (
     Rows,
     ServerError,
     Trace,
+    parse_completion,
+    parse_error,
+    read_capture_file,
 )
 from vllm_steer.client.retry import Retry
 from vllm_steer.client.sync_client import Client
@@ -30,4 +36,9 @@ __all__ = [
     "Rows",
     "ServerError",
     "Trace",
+    "auth_headers",
+    "parse_completion",
+    "parse_error",
+    "read_capture_file",
+    "to_json",
 ]

@@ -66,6 +66,7 @@ _MODEL_STATE = "vllm.v1.worker.gpu.model_states.interface:ModelState"
 _FIELDS = "vllm_steer.server.http.apply_fields"
 _CONTEXT = "vllm_steer.server.http.request_context"
 _CHUNKS = "vllm_steer.server.http.stream_chunks"
+_WITHOUT = "vllm_steer.server.without_steering"
 _FRONT_END = "vllm_steer.plugin.front_end"
 _REQUESTS = "vllm_steer.frontend.requests"
 _MESSAGES = "vllm_steer.frontend.messages"
@@ -81,9 +82,18 @@ STARTUP: tuple[Join, ...] = (
     Join(
         "vllm.engine.arg_utils:EngineArgs.create_engine_config", AROUND, "vllm_steer.plugin.entry_point:engine_config"
     ),
-    Join("vllm.sampling_params:SamplingParams.__repr__", AROUND, "vllm_steer.params:shown"),
 )
-"""Wrapped in every process of vLLM, when it loads its plugins."""
+"""Wrapped in every process of vLLM, when it loads its plugins; they run while an engine starts."""
+
+LOGGING: tuple[Join, ...] = (Join("vllm.sampling_params:SamplingParams.__repr__", AROUND, "vllm_steer.params:shown"),)
+"""Wrapped in all processes of an engine with steering."""
+
+_SAMPLING = tuple(f"{request}.to_sampling_params" for request in (_CHAT, _COMPLETION, _RESPONSES))
+_BEAM_SEARCH = tuple(
+    f"{request}.to_beam_search_params" for request in (_CHAT, _COMPLETION, _TRANSCRIPTION, _TRANSLATION)
+)
+_OFFLINE = "vllm.v1.engine.llm_engine:LLMEngine.add_request"
+_REQUEST_ID = "vllm.v1.engine.input_processor:InputProcessor.assign_request_id"
 
 REQUEST_STAGES: tuple[Stage, ...] = (
     Stage(
@@ -98,14 +108,9 @@ REQUEST_STAGES: tuple[Stage, ...] = (
                 AROUND,
                 f"{_CONTEXT}:record_prompt",
             ),
-            *(
-                Join(f"{request}.to_sampling_params", RESULT, f"{_FIELDS}:apply_to_params")
-                for request in (_CHAT, _COMPLETION, _RESPONSES)
-            ),
-            *(
-                Join(f"{request}.to_beam_search_params", BEFORE, f"{_FIELDS}:begin_beam_search")
-                for request in (_CHAT, _COMPLETION, _TRANSCRIPTION, _TRANSLATION)
-            ),
+            *(Join(method, RESULT, f"{_FIELDS}:apply_to_params") for method in _SAMPLING),
+            *(Join(method, BEFORE, f"{_FIELDS}:begin_beam_search") for method in _BEAM_SEARCH),
+            *LOGGING,
         ),
     ),
     Stage(
@@ -122,7 +127,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
         "SamplingParams, of a request body or of LLM.generate",
         "SamplingParams that include global steering, modules and server-wide captures",
         (
-            Join("vllm.v1.engine.llm_engine:LLMEngine.add_request", AROUND, f"{_FRONT_END}:add_request"),
+            Join(_OFFLINE, AROUND, f"{_FRONT_END}:add_request"),
             Join("vllm.v1.engine.async_llm:AsyncLLM.add_request", AROUND, f"{_FIELDS}:add_request"),
             Join("vllm.v1.engine.async_llm:AsyncLLM.add_request", AROUND, f"{_FRONT_END}:add_request_async"),
         ),
@@ -132,12 +137,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
         "an EngineCoreRequest with a tokenised prompt",
         "the same request, checked and stripped, with a RequestState that collects its rows",
         (
-            Join(
-                "vllm.v1.engine.input_processor:InputProcessor.assign_request_id",
-                BEFORE,
-                f"{_REQUESTS}:check_engine_request",
-                with_object=True,
-            ),
+            Join(_REQUEST_ID, BEFORE, f"{_REQUESTS}:check_engine_request", with_object=True),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, f"{_REQUESTS}:check_resumable"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.server.auth.current_key:salt_request"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.frontend.user_hooks:separate_cache"),
@@ -260,7 +260,8 @@ REQUEST_STAGES: tuple[Stage, ...] = (
     ),
 )
 """Stages of a request, in order. ``OVERRIDE`` rows are subclasses and wrap nothing; the others are wrapped in front
-ends when an engine's configuration is made. Engine and worker processes wrap only :data:`MODEL`."""
+ends when the configuration of an engine with steering is made. Engine and worker processes wrap only :data:`LOGGING`
+and :data:`MODEL`."""
 
 LIFECYCLE: tuple[Join, ...] = (
     *(
@@ -308,3 +309,19 @@ MODEL: tuple[Join, ...] = (
 def front_end_joins() -> tuple[Join, ...]:
     """Return the joins of all stages in order."""
     return tuple(chain.from_iterable(stage.joins for stage in REQUEST_STAGES))
+
+
+def checks_without_steering(*, serves: bool) -> tuple[Join, ...]:
+    """Return the joins in a front end whose engine runs without steering: they refuse its fields, once per request.
+
+    Args:
+        serves: Whether the engine is for a server or an ``AsyncLLM``.
+    """
+    at_params = Join(_REQUEST_ID, BEFORE, f"{_WITHOUT}:check_engine_request", with_object=True)
+    if not serves:
+        return (Join(_OFFLINE, AROUND, f"{_WITHOUT}:add_request"), at_params)
+    return (
+        *(Join(method, RESULT, f"{_WITHOUT}:check_body") for method in _SAMPLING),
+        *(Join(method, BEFORE, f"{_WITHOUT}:check_beam_search") for method in _BEAM_SEARCH),
+        at_params,
+    )

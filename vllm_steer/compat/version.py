@@ -16,9 +16,8 @@ from vllm_steer.errors import IncompatibleError
 if TYPE_CHECKING:
     from vllm_steer.compat.sources import SourceTree
 
-TESTED = ((0, 31), (0, 32))
-TESTED_RANGE = "0.31.x and 0.32.x"
-TESTED_ON_CPU_ONLY = ((0, 31),)
+TESTED = ((0, 32),)
+TESTED_RANGE = "0.32.x"
 OVERRIDE = "VLLM_STEER_ALLOW_UNTESTED_VLLM"
 _NAMED = 3
 """Number of changed parts that a message names."""
@@ -114,16 +113,6 @@ def compare_with_tested(tree: SourceTree, version: str) -> VersionCheck:
 def is_tested(version: str) -> bool:
     """Return whether ``version`` is in the tested range. A version that cannot be parsed is not."""
     return _release(version) in TESTED
-
-
-def untested_device(version: str) -> str | None:
-    """Return a sentence if ``version`` was tested on CPUs only and this process has a CUDA device, otherwise None."""
-    from vllm_steer.compat.internals import current_platform
-
-    release = _release(version)
-    if release not in TESTED_ON_CPU_ONLY or not current_platform.is_cuda_alike():
-        return None
-    return f"vLLM {'.'.join(map(str, release))} was tested with vllm-steer on CPUs only"
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 from vllm_steer.errors import IncompatibleError
 
 _MARK = "_vllm_steer_wraps"
+"""Attribute of a wrapper: what it replaces, and its joins."""
 
 
 class How(Enum):
@@ -63,11 +64,15 @@ def load(path: str) -> Any:
     return operator.attrgetter(name)(import_module(module))
 
 
-def install(joins: Iterable[Join]) -> None:
+def install(joins: Iterable[Join], *, replace: bool = True) -> None:
     """Wrap the methods of all ``joins``, each once however often this is called.
 
     Joins of one method run in the order given. Our functions are imported on their first call, so that a process
     imports only the rooms that it uses.
+
+    Args:
+        joins: The methods and functions.
+        replace: Whether these joins take the place of other joins of a method. If not, the others stay.
 
     Raises:
         IncompatibleError: vLLM does not have one of the methods. No method is wrapped then.
@@ -82,7 +87,7 @@ def install(joins: Iterable[Join]) -> None:
         if of_method[0].how is How.REPLACE:
             setattr(owners[method], method.rpartition(":")[2], load(of_method[0].runs))
             continue
-        _wrap(owners[method], method.rpartition(":")[2].rpartition(".")[2], of_method)
+        _wrap(owners[method], method.rpartition(":")[2].rpartition(".")[2], of_method, replace=replace)
 
 
 def _owner(method: str, join: Join) -> Any:
@@ -105,18 +110,20 @@ def _owner(method: str, join: Join) -> Any:
     )
 
 
-def _wrap(owner: Any, name: str, joins: list[Join]) -> None:
+def _wrap(owner: Any, name: str, joins: list[Join], *, replace: bool) -> None:
     """Replace ``owner.name``, unless it has been replaced before. Static and class methods stay what they are."""
     raw = owner.__dict__[name]
+    if (wrapped := getattr(getattr(raw, "__func__", raw), _MARK, None)) is not None:
+        raw, known = wrapped
+        if known == joins or not replace:
+            return
     kind = type(raw) if isinstance(raw, (staticmethod, classmethod)) else None
     original = raw.__func__ if kind else raw
-    if hasattr(original, _MARK):
-        return
     call, has_class = original, kind is classmethod
     if kind is staticmethod and any(join.with_object for join in joins):
         call, kind = (lambda _, *args, **kwargs: original(*args, **kwargs)), None
     wrapper = functools.wraps(original)(_joined(call, joins, slice(1, 2) if has_class else slice(2)))
-    setattr(wrapper, _MARK, original)
+    setattr(wrapper, _MARK, (raw, joins))
     setattr(owner, name, kind(wrapper) if kind else wrapper)
 
 

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.admission import most_rows, rows_for
-from vllm_steer.engine.report import merge_facts
+from vllm_steer.engine.report import CapabilityReport, make_report, merge_facts
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on, points_on
@@ -88,6 +88,12 @@ class Capabilities:
             drafts,
             no_readouts,
         )
+
+    def report(self) -> CapabilityReport:
+        """Return the report of the engine, which does not change while it runs."""
+        import vllm
+
+        return make_report({**self.facts, "vllm": vllm.__version__}, self.config, no_capture=self.no_capture)
 
     def check(self, program: Program, prompt_len: int | None, max_tokens: int | None = None) -> None:
         """Raise :class:`SteeringError` unless this engine serves ``program`` exactly as written.

@@ -8,7 +8,7 @@ sites and requests the step has. Rows are split by request only after they have 
 the next step whenever vLLM processes outputs asynchronously.
 
 The side stream must not run kernels: once a second stream has run any, an H200 takes longer between the kernels of
-every CUDA graph until the process ends (``benchmarks/timeline.py``).
+every CUDA graph until the process ends.
 """
 
 from __future__ import annotations

@@ -42,6 +42,10 @@ class PointReport(_Report):
     """Reasons why layers cannot be edited."""
     unread: dict[int, str]
     """Reasons why layers cannot be captured."""
+    altered: list[int] = Field(
+        default=[],
+        description="Layers in which the module of this branch returns something else than it adds to the stream.",
+    )
 
 
 class RecipeReport(_Report):
@@ -105,6 +109,9 @@ class CapabilityReport(_Report):
         description="What the engine returns as log-probabilities (vLLM's setting); null without an engine.",
     )
     points: list[PointReport] = []
+    mixed_head: str | None = Field(
+        default=None, description="Reason why the final norm does not read the stream of the points alone, or null."
+    )
     edits: dict[str, str] = Field(default={}, description="Formula of each kind of edit.")
     no_capture: str | None = None
     """Reason why nothing can be captured, or None."""
@@ -202,11 +209,13 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
                 reads=enabled(point) and not unread.get(point.name) and no_capture is None,
                 refused=refused.get(point.name, {}),
                 unread=unread.get(point.name, {}),
+                altered=list(facts.get("altered", {}).get(point.name, ())),
             )
             for point in POINTS.values()
         ]
         if supported
         else [],
+        mixed_head=facts.get("mixed_head"),
         edits={kind.name: kind.formula for kind in KINDS.values()} if supported else {},
         no_capture=no_capture,
         recipes=recipes,

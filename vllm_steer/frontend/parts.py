@@ -11,8 +11,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.messages import Messages, rendered_messages
 from vllm_steer.frontend.prompt_tokens import token_mask, without_placeholders
 from vllm_steer.frontend.roles import RoleTokens, end_of_text, read_role_tokens, read_template
-from vllm_steer.params import PROGRAM_KEY, program_of
-from vllm_steer.program.bind import bind_to_prompt
+from vllm_steer.params import CAPTURE_KEY, PROGRAM_KEY, capture_specs, encode_specs, program_of
+from vllm_steer.program.bind import bind_selector, bind_to_prompt
 from vllm_steer.program.part import NO_TOKEN, CompiledPart, Markers
 from vllm_steer.request.part import IMAGE, Marker
 from vllm_steer.request.scalars import shown
@@ -212,6 +212,14 @@ def bind_request(request: Any, input_processor: Any, markers: PartMarkers) -> No
     bound = bind_to_prompt(program, message, ranges, find)
     request.sampling_params = params = copy.copy(request.sampling_params)
     params.extra_args = {**params.extra_args, PROGRAM_KEY: bound.encode_cached()}
+    specs = capture_specs(params)
+    if any(spec.tokens.is_prompt_part for _, spec in specs):
+        params.extra_args[CAPTURE_KEY] = encode_specs(
+            tuple(
+                (name, spec.with_changes(positions=bind_selector(spec.tokens, ranges, f"capture.{name}.positions")))
+                for name, spec in specs
+            )
+        )
 
 
 def _refuse_written(messages: Messages | None, tokens: Iterable[int], tokenizer: Any, field: str) -> None:

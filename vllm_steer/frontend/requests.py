@@ -22,7 +22,6 @@ from vllm_steer.metrics.requests import count_request
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_KEY,
-    FEATURES_KEY,
     FILE_KEY,
     MODULES_KEY,
     PROGRAM_KEY,
@@ -118,8 +117,6 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
     extra = getattr(params, "extra_args", None) or {}
     if MODULES_KEY in extra:
         raise SteeringError(MODULES_FIELD, NOT_ENABLED)
-    if FEATURES_KEY in extra:
-        raise SteeringError("steering", NOT_ENABLED)
     if FILE_KEY in extra:
         raise SteeringError(f"extra_args.{FILE_KEY}", "reserved for internal use; leave it out")
     context = context_of(input_processor)
@@ -132,7 +129,8 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
         return
     if request.resumable:
         refuse_streaming_input(params)
-    if context is None:
+    program = program_of(params)
+    if context is None or (program is not None and program.has_names):
         raise SteeringError("steering", NOT_ENABLED)
     check_mask(request)
     if context.markers is not None:

@@ -13,8 +13,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.models.centring import Centring
 from vllm_steer.models.sae import read_feature
 from vllm_steer.models.sae_site import read_site
-from vllm_steer.program import Program
-from vllm_steer.program.feature import FeatureVectors, SaeSite, with_features, with_sites
+from vllm_steer.program.feature import FeatureVectors, SaeSite
 from vllm_steer.request.scalars import FLOAT32_MAX
 from vllm_steer.taps.sparse_encoder import FloatArray, SparseEncoder
 
@@ -36,20 +35,13 @@ class FeatureReader:
     """
 
     def __init__(self, folders: Mapping[str, str], centring: Centring = "unknown", *, any_site: bool = False) -> None:
-        self._folders, self._centring, self._any_site = folders, centring, any_site
+        self._folders, self._centring, self.any_site = folders, centring, any_site
         self._sites: dict[str, SaeSite] = {}
         self._cache: LRUCache[tuple[str, int], FeatureVectors] = LRUCache(_MAX_CACHED)
         self._lock = threading.Lock()
 
-    def fill(self, program: Program) -> Program:
-        """Return a program with the sites and features that its edits and readouts name.
-
-        Raises:
-            SteeringError: The engine has no such autoencoder or feature, or the autoencoder is of another site.
-        """
-        return with_features(with_sites(program, self._site, any_site=self._any_site), self.find)
-
-    def _site(self, sae: str, field: str) -> SaeSite:
+    def site(self, sae: str, field: str) -> SaeSite:
+        """Return the site of an autoencoder; raise SteeringError if the engine has none of that name."""
         self._check_name(sae, field)
         with self._lock:
             if sae not in self._sites:
@@ -61,7 +53,7 @@ class FeatureReader:
             known = ", ".join(sorted(self._folders)) or "none (--steering-sae NAME=FOLDER)"
             raise SteeringError(f"{field}.sae", f"no autoencoder is called {sae!r}; this engine has: {known}")
 
-    def find(self, sae: str, index: int, field: str) -> FeatureVectors:
+    def feature(self, sae: str, index: int, field: str) -> FeatureVectors:
         """Return a feature.
 
         Args:

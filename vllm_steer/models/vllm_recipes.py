@@ -287,10 +287,6 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("solar.SolarDecoderLayer", gaps=solar_gaps),
     _pair("step1.StepDecoderLayer"),
     _pair("step3_text.Step3TextDecoderLayer", altered_in=_step3),
-    # Only 0.31 has these; later versions run the layers of Transformers.
-    _pair("arcee.ArceeDecoderLayer"),
-    _pair("mellum.MellumDecoderLayer"),
-    _pair("seed_oss.SeedOssDecoderLayer"),
     # The same, with the tensor-parallel reduction in the norms.
     _reduced("deepseek_v32.nvidia.model.DeepseekV32DecoderLayer", _REDUCE, why_unsupported=_sequence_parallel),
     _reduced("dots3_note.nvidia.model.Dots3NoteDecoderLayer", _REDUCE, why_unsupported=_sequence_parallel,

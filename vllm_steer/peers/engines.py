@@ -3,40 +3,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
+import torch
+
+from vllm_steer import LLM
+from vllm_steer.adapters import RAW, check_logprobs_mode, is_integer, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import NOT_ENABLED, engine_context
-from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
-from vllm_steer.llm import LLM
-from vllm_steer.request.scalars import is_integer
-
-if TYPE_CHECKING:
-    from vllm_steer.frontend.context import EngineContext
 
 
-def open_engine(model: Any, arguments: Mapping[str, Any]) -> tuple[LLM, EngineContext]:
-    """Return an engine that serves all log-probabilities, and its facts.
+def open_engine(model: Any, arguments: Mapping[str, Any], **defaults: Any) -> LLM:
+    """Return an engine with steering.
 
     Args:
         model: An engine, or the name or folder of a model to start one with.
         arguments: Arguments of a new engine.
+        **defaults: Arguments of a new engine that ``arguments`` may replace.
+
+    Raises:
+        SteeringError: Arguments are given with an engine.
+    """
+    if not isinstance(model, LLM):
+        return LLM(str(model), **{"enable_steering": True, **defaults, **arguments})
+    refuse_settings(arguments)
+    return model
+
+
+def refuse_settings(arguments: Mapping[str, Any]) -> None:
+    """Raise SteeringError if arguments of a new engine are given with one that already runs."""
+    for name in arguments:
+        raise SteeringError(name, "has no effect on an engine that already runs; omit it")
+
+
+class Engine:
+    """An engine that returns all log-probabilities of the model, and its facts.
+
+    Args:
+        model: Name or folder of a model, or a ``vllm_steer.LLM`` with steering enabled. Methods that return the
+            probabilities of all tokens need ``max_logprobs=-1``, the default of engines that are started here.
+        **arguments: Arguments of ``vllm_steer.LLM``.
 
     Raises:
         SteeringError: The engine has no steering or returns other scores, or arguments are given with an engine.
     """
-    if isinstance(model, LLM):
-        refuse_settings(arguments)
-        config = model.llm_engine.vllm_config.model_config
+
+    def __init__(self, model: Any, **arguments: Any) -> None:
+        if not isinstance(model, LLM):  # before the model is loaded, which takes long
+            check_logprobs_mode(arguments.get("logprobs_mode", RAW), arguments.get("logits_processors"))
+        self.llm = open_engine(model, arguments, max_logprobs=-1)
+        config = self.llm.llm_engine.vllm_config.model_config
         check_logprobs_mode(config.logprobs_mode, config.logits_processors)
-    else:
-        check_logprobs_mode(arguments.get("logprobs_mode", RAW), arguments.get("logits_processors"))
-        model = LLM(str(model), **{"enable_steering": True, "max_logprobs": -1, **arguments})
-    context = engine_context(model.llm_engine)
-    if context is None:
-        raise SteeringError("model", NOT_ENABLED)
-    return model, context
+        try:
+            facts = self.llm.capabilities()
+        except SteeringError as error:
+            raise SteeringError("model", error.problem) from None
+        self.num_layers: int = facts["num_layers"]
+        self.hidden_size: int = facts["hidden_size"]
+        self.vocab_size: int = config.get_vocab_size()
+        self.points: dict[str, Any] = {point["name"]: point for point in facts["points"]}
+        """Facts about each hook point by name, see ``LLM.capabilities``."""
+        self.mixed_head: str | None = facts["mixed_head"]
+        """Reason why the final norm does not read the stream of the points alone, or None."""
+        self._max_logprobs: int = config.max_logprobs
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer."""
+        return self.llm.get_tokenizer()
+
+    def encode(self, prompt: Any, field: str = "prompts") -> list[int]:
+        """Return the tokens of a prompt, given as a text or as tokens.
+
+        Raises:
+            SteeringError: The prompt has another form.
+        """
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt))
+        tokens = prompt.tolist() if isinstance(prompt, (torch.Tensor, np.ndarray)) else prompt
+        if not isinstance(tokens, (list, tuple)) or not tokens or not all(map(is_integer, tokens)):
+            raise SteeringError(field, f"must be a text or a list of token numbers, not {shown(prompt)}")
+        # Python's integers: a tensor in a request ends the thread of an engine process that reads requests.
+        return [int(token) for token in tokens]
+
+    def submit(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+        """Return the outputs of prompts, with the same parameters or a list of them, also of requests that failed."""
+        requests = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        return list(self.llm.generate(requests, params, use_tqdm=False)) if requests else []
+
+    def run(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+        """Return the outputs of prompts; raise RuntimeError if a request failed."""
+        outputs = self.submit(prompts, params)
+        require_answers(outputs)
+        return outputs
+
+    def all_logprobs(self) -> dict[str, Any]:
+        """Return the arguments of sampling parameters that request all log-probabilities.
+
+        Raises:
+            SteeringError: The engine does not return so many.
+        """
+        if 0 <= self._max_logprobs < self.vocab_size:
+            raise SteeringError(
+                "max_logprobs",
+                f"is {self._max_logprobs}, but the vocabulary has {self.vocab_size} tokens; start the engine with "
+                "max_logprobs=-1",
+            )
+        return {"logprobs": -1, "flat_logprobs": True, "detokenize": False}
+
+    def log_probabilities(self, flat: Any, step: int = 0) -> torch.Tensor:
+        """Return the log-probabilities ``[vocab]`` of one token of an output's ``logprobs`` or ``prompt_logprobs``."""
+        found, part = (
+            torch.full((self.vocab_size,), -torch.inf),
+            slice(flat.start_indices[step], flat.end_indices[step]),
+        )
+        found[torch.tensor(flat.token_ids[part])] = torch.tensor(flat.logprobs[part])
+        return found
+
+
+def read_prompts(prompts: Any) -> list[Any]:
+    """Return a list of prompts; a text, or a list of tokens, is one prompt.
+
+    Raises:
+        SteeringError: There are none.
+    """
+    if isinstance(prompts, (torch.Tensor, np.ndarray)):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and is_integer(prompts[0])):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)) or not prompts:
+        raise SteeringError("prompts", f"must be a text, texts or tokens, not {shown(prompts)}")
+    return list(prompts)
+
+
+def rows_of(output: Any, field: str) -> Any:
+    """Return the captured rows of an output or of a sample; raise RuntimeError if some are missing."""
+    result = output.capture_results["memory"]
+    if result.status != "ok":
+        raise RuntimeError(f"{field}: {result.error}")
+    return result
 
 
 def require_answers(outputs: Iterable[Any]) -> None:
@@ -50,9 +156,3 @@ def require_answers(outputs: Iterable[Any]) -> None:
 def plain_count(value: Any) -> Any:
     """Return numpy's integers as Python's, without which no request reaches the engine, and other values unchanged."""
     return int(value) if is_integer(value) else value
-
-
-def refuse_settings(arguments: Mapping[str, Any]) -> None:
-    """Raise SteeringError if arguments of a new engine are given with one that already runs."""
-    for name in arguments:
-        raise SteeringError(name, "has no effect on an engine that already runs; omit it")

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_steer.compat.stages import STARTUP, front_end_joins
-from vllm_steer.compat.version import check_settings, check_version, is_tested, untested_device
+from vllm_steer.compat.stages import STARTUP, checks_without_steering, front_end_joins
+from vllm_steer.compat.version import check_settings, check_version, is_tested
 from vllm_steer.compat.wraps import install
 from vllm_steer.log import steering_logger
 from vllm_steer.plugin.user_hooks import check_user_hooks
@@ -31,28 +31,31 @@ def engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **
     from vllm_steer.compat.internals import AsyncEngineArgs
     from vllm_steer.config import choose_executor, from_vllm_config
 
+    asynchronous = isinstance(engine_args, AsyncEngineArgs)
     enabled = from_vllm_config(engine_args) is not None
     if enabled:
         check = check_version()
         if check is not None:
             logger.warning("%s. Run it with care; `vllm-steer doctor` proves a model.", check)
-        if (untested := untested_device(vllm.__version__)) is not None:
-            logger.warning("%s.", untested)
         from vllm_steer.taps.fusion_pass import install_fusion_pass
 
     vllm_config = original(engine_args, *args, **kwargs)
     if enabled:
         check_settings(vllm_config)
-        check_user_hooks(vllm_config, asynchronous=isinstance(engine_args, AsyncEngineArgs))
+        check_user_hooks(vllm_config, asynchronous=asynchronous)
         choose_executor(vllm_config)
         install_fusion_pass(vllm_config)
-    if enabled or is_tested(vllm.__version__):
         wrap_front_end()
+    elif is_tested(vllm.__version__):
+        install(checks_without_steering(serves=asynchronous), replace=False)
     return vllm_config
 
 
 def wrap_front_end() -> None:
-    """Wrap the methods of vLLM's front end and extend its outputs. Engine and worker processes never call this."""
+    """Wrap the methods of vLLM's front end and extend its outputs, for an engine with steering.
+
+    Engine and worker processes never call this.
+    """
     from vllm_steer.plugin.front_end import extend_outputs
 
     install(front_end_joins())

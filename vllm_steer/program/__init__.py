@@ -2,7 +2,7 @@
 """The compiled form of a request: immutable, content-addressed, the same in every process."""
 
 from vllm_steer.program.compiler import compile_program
-from vllm_steer.program.compose import join, scaled, with_probes, with_source
+from vllm_steer.program.compose import join, scaled, with_source
 from vllm_steer.program.program import Program
 from vllm_steer.program.resolve import Resolved, Segment, resolve
 from vllm_steer.program.table_allocator import PlacedTokenProgram, TableAllocator
@@ -22,6 +22,5 @@ __all__ = [
     "join",
     "resolve",
     "scaled",
-    "with_probes",
     "with_source",
 ]

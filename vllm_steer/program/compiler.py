@@ -29,6 +29,7 @@ from vllm_steer.program.dynamic import (
 from vllm_steer.program.instructions import CODES, UNBOUNDED
 from vllm_steer.program.part import compile_parts
 from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
+from vllm_steer.program.vector_table import VectorTable
 from vllm_steer.request import (
     KINDS,
     Bound,
@@ -41,7 +42,6 @@ from vllm_steer.request import (
     Selector,
     Stop,
     bytes_of,
-    content_digest,
 )
 from vllm_steer.request.condition import condition_source
 from vllm_steer.request.feature import FeatureEdit
@@ -79,11 +79,12 @@ def compile_program(
         SteeringError: directions differ in width from other vectors of the request, or a condition names a readout that
             does not exist, is not a probe or is computed behind the edit.
     """
-    vectors = _VectorTable(next((edit.width for edit in edits if edit.width), 0))
+    paths = edit_paths or ["steering"] * len(edits)
+    widths = ((edit.width, path) for edit, path in zip(edits, paths, strict=True) if edit.width)
+    vectors = VectorTable(*next(widths, (0, "")))
     numbers = {readout.name: number for number, readout in enumerate(readouts)}
     compiled_edits: dict[int, CompiledEdit] = {}
-    for number, edit in enumerate(edits):
-        path = edit_paths[number] if edit_paths else "steering"
+    for number, (edit, path) in enumerate(zip(edits, paths, strict=True)):
         when = tuple(
             _compile_condition(each, edit, readouts, numbers, condition_source(path, i, len(edit.when)))
             for i, each in enumerate(edit.when)
@@ -110,15 +111,13 @@ def compile_program(
         )
     program = Program(
         version=WIRE_VERSION,
-        width=vectors.width,
         edits=tuple(compiled_edits.values()),
         captures=tuple(capture for capture, _ in compiled_captures.values()),
-        digests=tuple(vectors.entries),
-        vectors=tuple(memoryview(data) for _, data in vectors.entries.values()),
         projections=tuple(projections),
         sources=sources,
         readouts=compiled_readouts,
         stops=compiled_stops,
+        **vectors.fields(),
     )
     check_order(program)
     return program
@@ -145,40 +144,7 @@ def check_order(program: Program) -> None:
                 )
 
 
-class _VectorTable:
-    """Distinct vectors by digest, with the index and the float32 bytes of each."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.entries: dict[bytes, tuple[int, bytes]] = {}
-        self.digests: list[bytes] = []
-
-    def add(self, digest: bytes, data: bytes) -> int:
-        """Return the index of a vector; add it if it is new."""
-        index, _ = self.entries.setdefault(digest, (len(self.digests), data))
-        if index == len(self.digests):
-            self.digests.append(digest)
-        return index
-
-    def add_rows(self, rows: npt.NDArray[np.float32]) -> tuple[int, ...]:
-        """Return the indices of the rows of a matrix."""
-        little = np.ascontiguousarray(rows, "<f4")
-        return tuple(self.add(content_digest(data), data) for data in (row.tobytes() for row in little))
-
-    def add_directions(self, projection: Projection, path: str) -> tuple[int, ...]:
-        """Return the indices of a projection's directions; raise SteeringError for ``path`` if their width differs."""
-        width = projection.directions.shape[1]
-        if self.width not in (0, width):
-            raise SteeringError(
-                path,
-                f"has width {width}, but other vectors of the request have width {self.width}; "
-                "all vectors have the model's hidden size",
-            )
-        self.width = width
-        return tuple(map(self.add, projection.digests, projection.vectors))
-
-
-def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledCondition, ...], path: str) -> CompiledEdit:
+def _compile_edit(edit: Edit, vectors: VectorTable, when: tuple[CompiledCondition, ...], path: str) -> CompiledEdit:
     vector = edit.vector
     if KINDS[edit.kind].needs_direction:
         wide = vector.astype(np.float64)
@@ -188,15 +154,14 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
     coordinates = b""
     if edit.subspace is not None:
         orthonormal = orthonormal_basis(edit.subspace)
-        basis = vectors.add_rows(orthonormal.astype(np.float32))
+        basis = vectors.add_rows(orthonormal.astype(np.float32), path)
         coordinates = _coordinates(vector.astype(np.float64) @ orthonormal.T, f"{path}.vector")
     elif edit.feature is not None:
         return _compile_feature(edit, edit.feature, when).with_strength(strength_of(edit), ())
     elif edit.num_rows is not None:
-        rows = vectors.add_rows(vector)
+        rows = vectors.add_rows(vector, path)
     else:
-        data = bytes_of(vector)
-        rows = (vectors.add(content_digest(data), data),)
+        rows = (vectors.add(bytes_of(vector), path),)
     compiled = CompiledEdit(
         code=CODES[edit.kind],
         point=_number_of(edit.point),
@@ -225,7 +190,7 @@ def strength_of(edit: Edit) -> float:
 
 
 def _compile_feature(edit: Edit, feature: FeatureEdit, when: tuple[CompiledCondition, ...]) -> CompiledEdit:
-    """Return an edit of a feature without its vectors, which :func:`~vllm_steer.program.feature.with_features` adds."""
+    """Return an edit of a feature without its vectors, which :func:`~vllm_steer.program.bind.bind_names` adds."""
     new = 0.0 if feature.set is None else feature.set
     omitted = (*(("point",) if edit.point is None else ()), *(() if edit.layers else ("layer",)))
     return CompiledEdit(
@@ -268,7 +233,7 @@ def _compile_bound(bound: Bound) -> CompiledBound:
     return CompiledBound(bound.above, bound.threshold)
 
 
-def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout:
+def _compile_readout(readout: Readout, vectors: VectorTable) -> CompiledReadout:
     directions = readout.directions
     indices: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
@@ -299,7 +264,7 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
         cosine=readout.cosine,
         parts=compile_parts(readout.tokens),
         mlp=mlp,
-        omitted=readout.omitted,
+        omitted=(*readout.omitted, *(("site",) if readout.sae else ())),
     )
 
 

@@ -76,7 +76,8 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
     mlp: CompiledMlp | None = None
     """The rest of a probe with a hidden layer; None for other readouts."""
     omitted: tuple[str, ...] = ()
-    """Fields that the named probe or the autoencoder fills in when the request is composed."""
+    """Fields that the named probe or the autoencoder fills in when the request is composed. `site` means that the site
+    of the autoencoder is not compared yet."""
 
     @property
     def site_number(self) -> int:

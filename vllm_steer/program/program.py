@@ -138,8 +138,9 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     @property
     def vector_source(self) -> str:
         """Path of the first vector in the request, of a program that has vectors."""
-        if self.edits:
-            return self.edit_source(0)
+        for i, edit in enumerate(self.edits):
+            if not edit.is_pending:
+                return self.edit_source(i)
         for i, readout in enumerate(self.readouts):
             if readout.vectors:
                 return self.readout_source(i)
@@ -258,10 +259,17 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         return tuple(map(tuple, groups.values()))
 
     @cached_property
+    def has_names(self) -> bool:
+        """Whether the front end has to fill in probes of modules, or sites or features of autoencoders."""
+        pending = any(edit.is_pending for edit in self.edits)
+        return pending or any(each.probes or each.omitted for each in self.readouts)
+
+    @cached_property
     def needs_prompt(self) -> bool:
         """Whether the front end has to fill in the ids and state of parts, or the positions of messages and images."""
         parts = (part for selection in self.part_selections for part in selection)
         selectors = [*(edit.selector for edit in self.edits), *(readout.selector for readout in self.readouts)]
+        selectors += [capture.selector for capture in self.captures]
         conditions = (each.selector for edit in self.edits for each in edit.when)
         return (
             any(not part.bound for part in (*parts, *(part for edit in self.edits for part in edit.parts)))

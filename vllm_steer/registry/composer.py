@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_KEY,
@@ -24,7 +26,9 @@ from vllm_steer.params import (
     read_references,
     read_specs,
 )
-from vllm_steer.program import Program, compile_program, join, with_probes, with_source
+from vllm_steer.program import Program, compile_program, join, with_source
+from vllm_steer.program.bind import bind_names
+from vllm_steer.program.feature import FeatureVectors, SaeSite
 from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot
@@ -39,9 +43,14 @@ _MAX_CACHED_BYTES = 1 << 14
 
 
 class RequestComposer:
-    """Composer of request programs. Caches the results for small requests, which are often equal."""
+    """Composer of request programs. Caches the results for small requests, which are often equal.
 
-    def __init__(self) -> None:
+    Args:
+        features: The autoencoders of the engine.
+    """
+
+    def __init__(self, features: FeatureReader) -> None:
+        self._features = features
         self._cache: tuple[Snapshot | None, dict[tuple[bytes | None, ...], dict[str, bytes]]] = (None, {})
 
     def compose(self, extra: Mapping[str, Any], snapshot: Snapshot) -> Mapping[str, Any]:
@@ -61,7 +70,7 @@ class RequestComposer:
             return extra
         rest = {name: value for name, value in extra.items() if name not in steering_args}
         if not all(isinstance(value, bytes) and len(value) <= _MAX_CACHED_BYTES for value in steering_args.values()):
-            return {**rest, **_compose(steering_args, snapshot)}
+            return {**rest, **_compose(steering_args, snapshot, self._features)}
         # One tuple, so that a concurrent thread cannot combine this snapshot with the entries of another.
         cached_snapshot, cache = self._cache
         if cached_snapshot is not snapshot or len(cache) >= _CACHE_SIZE:
@@ -69,7 +78,7 @@ class RequestComposer:
             self._cache = snapshot, cache
         key = tuple(steering_args.get(name) for name in _COMPOSED_KEYS)
         if key not in cache:
-            cache[key] = _compose(steering_args, snapshot)
+            cache[key] = _compose(steering_args, snapshot, self._features)
         return {**rest, **cache[key]}
 
 
@@ -93,7 +102,7 @@ def resolve_probes(
         SteeringError: A module has no probe of that name.
     """
     return tuple(
-        (consumer, spec.with_reduce(_projection(spec, spec.reduce, snapshot, f"capture.{consumer}")))
+        (consumer, spec.with_changes(reduce=_projection(spec, spec.reduce, snapshot, f"capture.{consumer}")))
         if isinstance(spec.reduce, NamedProjection)
         else (consumer, spec)
         for consumer, spec in specs
@@ -110,14 +119,35 @@ def find_probe(name: object, snapshot: Snapshot, field: str) -> Vector:
     return _find(parse_probe(name, field), snapshot, field).direction(name, field)
 
 
-def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
+@dataclass(frozen=True)
+class _Names:
+    """What programs name: probes of the modules in a snapshot, and autoencoders; see `bind_names`."""
+
+    snapshot: Snapshot
+    features: FeatureReader
+
+    @property
+    def any_site(self) -> bool:
+        return self.features.any_site
+
+    def probe(self, name: str, field: str) -> Probe:
+        return _find(parse_probe(name, field), self.snapshot, field)
+
+    def site(self, sae: str, field: str) -> SaeSite:
+        return self.features.site(sae, field)
+
+    def feature(self, sae: str, index: int, field: str) -> FeatureVectors:
+        return self.features.feature(sae, index, field)
+
+
+def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot, features: FeatureReader) -> dict[str, bytes]:
     own = None if PROGRAM_KEY not in steering_args else Program.from_bytes(steering_args[PROGRAM_KEY])
     references = read_references(steering_args)
     modules = _resolve(references or (), snapshot)
     joined = own
     composed = {key: value for key, value in steering_args.items() if key not in (MODULES_KEY, IDLE_KEY)}
-    if own is not None and any(readout.probes for readout in own.readouts):
-        own = joined = with_probes(own, lambda name, field: _find(parse_probe(name, field), snapshot, field))
+    if own is not None and own.has_names:
+        own = joined = bind_names(own, _Names(snapshot, features))
         composed[PROGRAM_KEY] = own.encode_cached()
     if own is not None and references is not None and CAPTURE_KEY in steering_args:
         specs = resolve_probes(read_specs(steering_args), snapshot)

@@ -17,7 +17,7 @@ from vllm_steer.log import steering_logger
 from vllm_steer.metrics.module_registry import set_registry_gauges
 from vllm_steer.models.centring import Centring
 from vllm_steer.models.sae_features import FeatureReader
-from vllm_steer.params import APPLIED_KEY, FEATURES_KEY, PROGRAM_KEY
+from vllm_steer.params import APPLIED_KEY
 from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.composer import RequestComposer
@@ -96,8 +96,7 @@ class SteeringRegistry:
         self._checker = checker
         self._store = MemoryStore() if store is None else store
         self._limits = limits
-        self._composer = RequestComposer()
-        self._features = FeatureReader({} if saes is None else saes, centring, any_site=sae_any_site)
+        self._composer = RequestComposer(FeatureReader(saes or {}, centring, any_site=sae_any_site))
         self._model_name = model_name
         self._reported: Snapshot | None = None
         self._check_stored(self.snapshot())
@@ -323,10 +322,6 @@ class SteeringRegistry:
 
         See `RequestComposer.compose`.
         """
-        if FEATURES_KEY in extra and PROGRAM_KEY in extra:
-            program = self._features.fill(Program.from_bytes(extra[PROGRAM_KEY]))
-            rest = {name: value for name, value in extra.items() if name != FEATURES_KEY}
-            extra = {**rest, PROGRAM_KEY: program.encode_cached()}
         if snapshot is None:
             # A composed request needs no snapshot, and the newest one may have to be read from another machine.
             snapshot = self._store.snapshot if APPLIED_KEY in extra else self.snapshot()

@@ -22,7 +22,7 @@ from vllm_steer.request.capture_form import (
     ReduceName,
 )
 from vllm_steer.request.consumer_options import NO_OPTIONS, read_options
-from vllm_steer.request.part import PARTS, PROMPT_PARTS, SpanForm
+from vllm_steer.request.part import PARTS, PROMPT_PARTS, PromptPartName, SpanForm
 from vllm_steer.request.projection import DirectionsInput, NamedProjection, Projection
 from vllm_steer.request.scalars import read_choice, shown
 from vllm_steer.request.selector import (
@@ -43,7 +43,8 @@ ReduceInput: TypeAlias = (
     ReduceName | Projection | NamedProjection | Mapping[Literal["directions", "probes"], DirectionsInput] | None
 )
 
-_PARTS_OF_CONVERSATION = (*PARTS, *PROMPT_PARTS)
+_NAMES: tuple[PositionsName | PromptPartName, ...] = (*POSITIONS, *PROMPT_PARTS)
+"""Names of `positions`."""
 _CONSUMER_NAME = re.compile("[a-z][a-z0-9_-]{0,63}")
 _HOOKS_FORM = '{point: layers or "all"} such as {"post_block": [12]}, or a list of sites such as ["resid_post.12"]'
 _EXAMPLE = '{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}'
@@ -91,10 +92,11 @@ class CaptureSpec:
             hooks: ``{point: layers}``; layers are one number; a list, tuple, range,
                 numpy array or torch tensor of numbers; or ``"all"``. Or a list of names of sites in other libraries,
                 such as ``["blocks.3.hook_resid_post"]`` (docs/reference/points.md).
-            positions: ``"last_prompt"``, ``"all_prompt"``, ``"all_generated"``, ``"all"``, or positions in a form that
-                `Selector` accepts: a range, a list of positions and ``[start, stop)`` pairs, or such a list that counts
-                from the first generated token, ``{"generated": [[8, None]]}``. Negative positions count back from the
-                end of the prompt.
+            positions: ``"last_prompt"``, ``"all_prompt"``, ``"all_generated"``, ``"all"``; ``"system"``, ``"user"``,
+                ``"assistant"`` or ``"image"``, the messages of a role or the images of the prompt; or positions in a
+                form that `Selector` accepts: a range, a list of positions and ``[start, stop)`` pairs, or such a list
+                that counts from the first generated token, ``{"generated": [[8, None]]}``. Negative positions count
+                back from the end of the prompt.
             before: Capture before the edits of the same point apply. By default rows include these edits.
             dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or None for the model's own.
             reduce: ``"mean"`` or ``"last"`` of the rows of a site; a `Projection`, also written
@@ -126,16 +128,10 @@ class CaptureSpec:
         options: dict[str, Any] = json.loads(self._options) if self._options != NO_OPTIONS else {}
         return options
 
-    def with_reduce(self, reduce: Reduce) -> "CaptureSpec":
-        """Return the spec with another reduction."""
-        return CaptureSpec(
-            hooks=dict(self.hooks),
-            positions=self.tokens,
-            before=self.before,
-            dtype=self.dtype,
-            reduce=reduce,
-            options=self.options,
-        )
+    def with_changes(self, **changes: Any) -> "CaptureSpec":
+        """Return the spec with other values of some arguments."""
+        fields = {"positions": self.tokens, "before": self.before, "dtype": self.dtype, "reduce": self.reduce}
+        return CaptureSpec(**{"hooks": dict(self.hooks), "options": self.options, **fields, **changes})
 
     def to_wire(self) -> dict[str, object]:
         """Return the spec as builtins for msgpack; `from_wire` is the inverse."""
@@ -305,14 +301,15 @@ def _read_site_names(names: list[object] | tuple[object, ...]) -> Hooks:
 
 def _read_positions(value: object) -> Selector:
     if isinstance(value, str):
-        if value in _PARTS_OF_CONVERSATION:
+        if value in PARTS:
             raise _part_error(value)
-        return Selector(POSITIONS[read_choice(value, POSITIONS, "positions", aliases=POSITION_ALIASES)])
+        name: Any = read_choice(value, _NAMES, "positions", aliases=POSITION_ALIASES)
+        return Selector(POSITIONS.get(name, name))
     unknown = isinstance(value, Mapping) and not any(key in SpanForm.__struct_fields__ for key in value)
     if unknown or not isinstance(value, (list, tuple, range, Selector, Mapping)):
-        raise selector_form_error(value, POSITIONS, "positions", keys="generated")
+        raise selector_form_error(value, _NAMES, "positions", keys="generated")
     selector = Selector.parse(value, "positions")
-    if selector.spans or selector.is_prompt_part:
+    if selector.spans:
         raise _part_error(selector.to_wire())
     return selector
 
@@ -320,7 +317,7 @@ def _read_positions(value: object) -> Selector:
 def _part_error(value: object) -> SteeringError:
     return SteeringError(
         "positions",
-        f"{shown(value)} is a part of a conversation, which captures do not support because rows are reserved by "
+        f"{shown(value)} is a part of the output, which captures do not support because rows are reserved by "
         "position; use all_prompt or all_generated, and select rows by the positions of the result",
     )
 

@@ -9,7 +9,7 @@ import msgspec
 
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.request.json_schema import any_of
-from vllm_steer.request.part import GeneratedForm
+from vllm_steer.request.part import GeneratedForm, PromptPartName
 from vllm_steer.request.projection import DirectionsForm, ProbesForm
 from vllm_steer.request.selector import PositionListForm, PositionsName
 from vllm_steer.request.sites import NAMES_LISTED, LayersForm
@@ -32,10 +32,10 @@ class CaptureForm(msgspec.Struct, kw_only=True):
         ),
     ]
     positions: Annotated[
-        PositionsName | PositionListForm | GeneratedForm,
+        PositionsName | PromptPartName | PositionListForm | GeneratedForm,
         msgspec.Meta(
-            description="Tokens to capture: a name, a list of positions, or positions that count from the first "
-            "generated token."
+            description="Tokens to capture: a name, the messages of a role, images, a list of positions, or positions "
+            "that count from the first generated token."
         ),
     ] = "last_prompt"
     before: Annotated[bool, msgspec.Meta(description="Capture before the edits of the same point apply.")] = False

@@ -15,7 +15,7 @@ from vllm_steer.request.edit import ARGUMENT_ALIASES, Edit, EditForm
 from vllm_steer.request.scalars import did_you_mean, read_choice, read_number, shown
 from vllm_steer.request.selector import Selector, SelectorName
 from vllm_steer.request.sites import read_layer, read_point
-from vllm_steer.request.vector import PACKED_KEYS
+from vllm_steer.request.vector import PACKED_KEYS, width_error
 
 # Vector fields, and the tokens that their edits cover.
 SHORT_FIELDS: Mapping[str, SelectorName] = MappingProxyType(
@@ -85,11 +85,7 @@ def collect_edits(edits: Iterable[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
         if edit.width:  # edits of features have the width of their autoencoder
             first = first or (path, edit)
             if edit.width != first[1].width:
-                raise SteeringError(
-                    path,
-                    f"has a vector of width {edit.width}, but {first[0]} has width {first[1].width}; "
-                    "all vectors have the model's hidden size",
-                )
+                raise width_error(path, edit.width, first[0], first[1].width)
         collected.append((path, edit))
     return collected
 

@@ -99,6 +99,14 @@ def parse_vector(value: object, field: str = "vector") -> Vector:
     return _frozen(array, field)
 
 
+def width_error(field: str, width: int, other: str, other_width: int) -> SteeringError:
+    """Return the error for a vector of another width than the vector in the field ``other``."""
+    return SteeringError(
+        field,
+        f"has a vector of width {width}, but {other} has width {other_width}; all vectors have the model's hidden size",
+    )
+
+
 def bytes_of(vector: Vector) -> bytes:
     """Return the little-endian float32 bytes of a parsed vector, without a copy if the array is a view of them."""
     base: object = vector.base

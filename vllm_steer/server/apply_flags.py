@@ -55,8 +55,7 @@ _REPLACEABLE = {"worker_cls": (WORKER_CLS, "auto", None), "scheduler_cls": (SCHE
 def apply_flags(args: argparse.Namespace) -> None:
     """Set the engine arguments, middleware and environment variables for the steering flags.
 
-    A second call has no effect. A server without ``--enable-steering`` gets the middleware too, which then refuses
-    steering and capture fields.
+    A second call has no effect, nor has any call without ``--enable-steering``.
 
     Raises:
         SteeringError: A flag is wrong; the error names it.
@@ -80,7 +79,7 @@ def apply_flags(args: argparse.Namespace) -> None:
             name = secrets.token_hex(8)
             setattr(args, STORE_NAME_DEST, name)
             remove_at_exit(name)
-    if serves_http and MIDDLEWARE not in args.middleware:
+    if enabled and serves_http and MIDDLEWARE not in args.middleware:
         # Later entries are outside: middleware of peers translates bodies before they are checked.
         peers = dict.fromkeys(PEER_MIDDLEWARE[name] for name in getattr(args, dest_of(PEERS), None) or ())
         args.middleware = [*args.middleware, MIDDLEWARE, *peers]

@@ -5,7 +5,6 @@ Tensor cores multiply bfloat16 numbers without rounding and accumulate in float3
 bits and a bfloat16 number 8, so a direction is split into three bfloat16 numbers by truncation. They sum to it exactly,
 except for bits below 2^-133, where bfloat16 ends. Three products on tensor cores thus give the float32 product. Rows
 are read directly from the arena, and their width is split between programs to occupy the whole GPU.
-``benchmarks/products.py`` compares the kernel with alternatives.
 
 The result differs from the definition for rows with infinities: all their products are NaN.
 """

@@ -12,9 +12,8 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from vllm_steer.capture.consumers.base import Consumer, convert_option
-from vllm_steer.capture.server_wide import FLAG_KEYS, parse_flag_value
+from vllm_steer.capture.server_wide import FLAG_KEYS, parse_flag_value, parse_server_wide
 from vllm_steer.errors import SteeringError
-from vllm_steer.request import parse_capture
 from vllm_steer.request.scalars import did_you_mean, shown
 
 ENTRY_POINT_GROUP = "vllm_steer.capture_consumers"
@@ -162,7 +161,7 @@ def parse_consumer_flag(text: str, field: str = _FLAG) -> tuple[str, dict[str, A
         options[key] = value
     spec = {key: parse_flag_value(key, options.pop(key), prefix) for key in FLAG_KEYS if key in options}
     if spec:
-        parse_capture({name: spec}, field)
+        parse_server_wide(name, spec, field)
     return name, {**_convert_options(consumer, options, field), **spec}
 
 

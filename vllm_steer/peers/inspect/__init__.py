@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_steer.lazy import imported_on_use
+from vllm_steer.adapters import imported_on_use
 
 if TYPE_CHECKING:
     from vllm_steer.peers.inspect.api import VllmSteerAPI

@@ -18,7 +18,7 @@ from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput
 from inspect_ai.model._providers.vllm import VLLMAPI
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-from vllm_steer.client.responses import CaptureAnswer, Choice, Rows, parse_completion, read_capture_file
+from vllm_steer.client import CaptureAnswer, Choice, Rows, parse_completion, read_capture_file
 from vllm_steer.peers.inspect.fields import Prepared, prepare
 from vllm_steer.peers.inspect.rows import FOLDER_SUFFIX, StoredTensor, folder_of, store
 from vllm_steer.peers.vllm_lens.tensors import stack_layers

@@ -11,15 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_steer.client.encoding import to_json
+from vllm_steer.adapters import REQUEST_FIELDS, problem_of
+from vllm_steer.client import to_json
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.vllm_lens.keys import KEYS, LORA_FIELD, PARENTS, read_adapter, read_keys
-from vllm_steer.request.request_fields import RequestForm
-from vllm_steer.request.unknown_fields import problem_of
 
 SHARED_KEY = "vllm_steer_shared"
 """Key of ``extra_args`` that refers to fields in this process, so that no vector is written to a log."""
-FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
 TOKENS_FIELD = "return_token_ids"
 _RESULTS = ("capture", "readouts")
 _MAX_LOGGED = 32
@@ -98,12 +96,12 @@ def _separate(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         rest, also = _separate({**body, "extra_args": extra})
         return join(rest, inner), stacked or also
     keys = read_keys({key: extra.pop(key) for key in KEYS if key in extra}, "extra_args")
-    for name in [name for name in extra if name in FIELDS or name == LORA_FIELD]:
+    for name in [name for name in extra if name in REQUEST_FIELDS or name == LORA_FIELD]:
         if name in body:
             raise SteeringError(f"extra_args.{name}", "is also in extra_body; give it once")
         body[name] = extra.pop(name)
     for name in (*extra, *body):
-        if name not in FIELDS and name != LORA_FIELD and (problem := problem_of(name)) is not None:
+        if name not in REQUEST_FIELDS and name != LORA_FIELD and (problem := problem_of(name)) is not None:
             raise SteeringError(f"extra_body.{name}", problem)
     body = keys.add_to(body, "extra_args")
     if extra:

@@ -9,18 +9,15 @@ from typing import Any
 
 import torch
 
+from vllm_steer import Edit, SamplingParams, site
+from vllm_steer.adapters import MASK_HINT, is_integer, refuse_repeated, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import SamplingParams
-from vllm_steer.peers.engines import open_engine, plain_count, require_answers
-from vllm_steer.peers.nnterp.refused import ATTRIBUTES
+from vllm_steer.peers.engines import Engine, plain_count, read_prompts, rows_of
 from vllm_steer.peers.nnterp.trace import Sites, Tracer
 from vllm_steer.peers.nnterp.values import LogProbabilities, Probabilities
-from vllm_steer.points import BRANCH_OUTPUTS, PointName
-from vllm_steer.request import Edit
-from vllm_steer.request.scalars import MASK_HINT, is_integer, refuse_repeated, shown
-from vllm_steer.site_names import site
+from vllm_steer.peers.refusals import MODEL, REFUSALS, refuse_attribute, refuse_names
 
-SITES: Mapping[str, PointName] = {
+SITES: Mapping[str, str] = {
     "layers_input": "pre_attn",
     "layers_output": "post_block",
     "attentions_output": "attn_out",
@@ -30,16 +27,8 @@ SITES: Mapping[str, PointName] = {
 """Our points by nnterp's names of sites, in layers that do not alter what attention and MLP return."""
 
 
-class StandardizedTransformer:
+class StandardizedTransformer(Engine):
     """A model that runs on an offline engine.
-
-    Args:
-        model: Name or folder of a model, or a ``vllm_steer.LLM`` with steering enabled. Methods that return the
-            probabilities of all tokens need ``max_logprobs=-1``, the default of engines that are started here.
-        **kwargs: Arguments of ``vllm_steer.LLM``.
-
-    Raises:
-        SteeringError: The engine has no steering.
 
     Examples:
         >>> from vllm_steer.peers.nnterp import StandardizedTransformer  # doctest: +SKIP
@@ -48,39 +37,9 @@ class StandardizedTransformer:
     """
 
     def __init__(self, model: Any, **kwargs: Any) -> None:
-        self.llm, context = open_engine(model, kwargs)
-        self.num_layers: int = context.capabilities.num_layers
-        self.hidden_size: int = context.capabilities.hidden_size
-        config = self.llm.llm_engine.vllm_config.model_config
-        self.vocab_size: int = config.get_vocab_size()
-        self._max_logprobs: int = config.max_logprobs
-        self._facts = context.capabilities.facts
+        super().__init__(model, **kwargs)
         self._edits: list[Edit] = []
         self._tracer: Tracer | None = None
-
-    @property
-    def tokenizer(self) -> Any:
-        """The engine's tokenizer."""
-        return self.llm.get_tokenizer()
-
-    def encode(self, prompt: Any) -> list[int]:
-        """Return the tokens of a prompt, given as a text or as tokens."""
-        if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
-        tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
-        if not isinstance(tokens, (list, tuple)) or not tokens or not all(map(is_integer, tokens)):
-            raise SteeringError("prompts", f"must be texts or lists of token numbers, not {shown(prompt)}")
-        return [int(token) for token in tokens]
-
-    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
-        """Return the outputs of requests, each with its own parameters; raise RuntimeError if one failed."""
-        outputs = self._generate(prompts, params)
-        require_answers(outputs)
-        return outputs
-
-    def _generate(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
-        requests = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-        return list(self.llm.generate(requests, list(params), use_tqdm=False)) if requests else []
 
     def params(self, *, edits: Iterable[Edit] = (), capture: Any = None, steered: bool = True, **kwargs: Any) -> Any:
         """Return greedy sampling parameters for one token, with the edits of :meth:`steer` first if ``steered``."""
@@ -109,7 +68,7 @@ class StandardizedTransformer:
             raise SteeringError(field, "is empty; name at least one layer")
         return [int(layer) % self.num_layers for layer in given]
 
-    def point_of(self, name: str, layers: Iterable[int]) -> PointName:
+    def point_of(self, name: str, layers: Iterable[int]) -> str:
         """Return the hook point of one of nnterp's sites.
 
         Args:
@@ -120,9 +79,8 @@ class StandardizedTransformer:
             SteeringError: The name means another quantity than the point in one of the layers.
         """
         point = SITES[name]
-        altered = self._facts["altered"][point] if point in BRANCH_OUTPUTS else ()
         for layer in layers:
-            if layer in altered:
+            if layer in self.points[point]["altered"]:
                 raise SteeringError(
                     name,
                     f"is not a hook point in layer {layer} of this model, which adds something else to the stream than "
@@ -163,7 +121,7 @@ class StandardizedTransformer:
             positions.append(position)
         hooks = {point: sorted(set(chosen))}
         params = [self.params(capture={"hooks": hooks, "positions": [position]}) for position in positions]
-        results = [self.rows_of(output, f"prompts[{i}]") for i, output in enumerate(self.run(encoded, params))]
+        results = [rows_of(output, f"prompts[{i}]") for i, output in enumerate(self.run(encoded, params))]
         return torch.stack([torch.cat([result.tensor(point, layer) for result in results]) for layer in chosen])
 
     @contextmanager
@@ -187,8 +145,7 @@ class StandardizedTransformer:
         Raises:
             SteeringError: A line cannot be compiled to captures and edits.
         """
-        for name in unsupported:
-            raise SteeringError(name, "is not supported by trace")
+        refuse_names(unsupported, {}, "is not supported by trace")
         if self._tracer is not None:
             raise SteeringError("trace", "a trace is already open")
         if not is_integer(max_new_tokens) or max_new_tokens < 1:
@@ -236,28 +193,7 @@ class StandardizedTransformer:
         self, prompts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]], *, steered: bool = True
     ) -> torch.Tensor:
         params = [self.params(edits=each, steered=steered, **self.all_logprobs()) for each in edits]
-        return torch.stack([self.read_log_probabilities(output) for output in self.run(prompts, params)])
-
-    def all_logprobs(self) -> dict[str, Any]:
-        """Return the arguments of sampling parameters that request all log-probabilities.
-
-        Raises:
-            SteeringError: The engine does not return so many.
-        """
-        if 0 <= self._max_logprobs < self.vocab_size:
-            raise SteeringError(
-                "max_logprobs",
-                f"is {self._max_logprobs}, but the vocabulary has {self.vocab_size} tokens; start the engine with "
-                "max_logprobs=-1",
-            )
-        return {"logprobs": -1, "flat_logprobs": True, "detokenize": False}
-
-    def read_log_probabilities(self, output: Any, step: int = 0) -> torch.Tensor:
-        """Return the log-probabilities of one of an output's generated tokens, ``[vocab]``."""
-        flat, found = output.outputs[0].logprobs, torch.full((self.vocab_size,), -torch.inf)
-        part = slice(flat.start_indices[step], flat.end_indices[step])
-        found[torch.tensor(flat.token_ids[part])] = torch.tensor(flat.logprobs[part])
-        return found
+        return torch.stack([self.log_probabilities(output.outputs[0].logprobs) for output in self.run(prompts, params)])
 
     def project_on_vocab(self, hidden_state: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities of the final norm and the head applied to rows of the last layer's output.
@@ -274,7 +210,7 @@ class StandardizedTransformer:
         Raises:
             SteeringError: The rows have another width, or the final norm does not read the stream of the points alone.
         """
-        if (reason := self._facts["mixed_head"]) is not None:
+        if (reason := self.mixed_head) is not None:
             raise SteeringError("project_on_vocab", f"is not supported on this model: {reason}")
         if not isinstance(hidden_state, torch.Tensor) or hidden_state.shape[-1:] != (self.hidden_size,):
             shape = list(hidden_state.shape) if isinstance(hidden_state, torch.Tensor) else shown(hidden_state)
@@ -368,19 +304,10 @@ class StandardizedTransformer:
     def generate(self, prompts: Any, max_new_tokens: int = 50, **kwargs: Any) -> list[Any]:
         """Return outputs of ``LLM.generate``, greedy by default, with the edits of :meth:`steer`."""
         encoded = [self.encode(text) for text in read_prompts(prompts)]
-        return self._generate(encoded, [self.params(max_tokens=max_new_tokens, **kwargs) for _ in encoded])
-
-    @staticmethod
-    def rows_of(output: Any, field: str = "trace") -> Any:
-        """Return the captured rows of an output; raise RuntimeError if some are missing."""
-        result = output.capture_results["memory"]
-        if result.status != "ok":
-            raise RuntimeError(f"{field}: {result.error}")
-        return result
+        return self.submit(encoded, [self.params(max_tokens=max_new_tokens, **kwargs) for _ in encoded])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ATTRIBUTES:
-            raise SteeringError(name, ATTRIBUTES[name])
+        refuse_names([name], REFUSALS["nnterp"][MODEL])
         if name in SITES:
             raise SteeringError(name, f"cannot be assigned; write {name}[layer] = rows in a trace, or use steer")
         super().__setattr__(name, value)
@@ -390,19 +317,4 @@ class StandardizedTransformer:
             if self._tracer is None:
                 raise SteeringError(name, "is read and written within model.trace")
             return Sites(self._tracer, name)
-        if name in ATTRIBUTES:
-            raise SteeringError(name, ATTRIBUTES[name])
-        raise AttributeError(f"StandardizedTransformer has no attribute {name}")
-
-
-def read_prompts(prompts: Any) -> list[Any]:
-    """Return a list of prompts; a text, or a list of tokens, is one prompt.
-
-    Raises:
-        SteeringError: There are none.
-    """
-    if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and is_integer(prompts[0])):
-        return [prompts]
-    if not isinstance(prompts, (list, tuple)) or not prompts:
-        raise SteeringError("prompts", f"must be a text or a list of texts, not {shown(prompts)}")
-    return list(prompts)
+        refuse_attribute(self, name, REFUSALS["nnterp"][MODEL])

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from vllm_steer import Edit
+from vllm_steer.adapters import is_integer
 from vllm_steer.errors import SteeringError
+from vllm_steer.peers.engines import rows_of
 from vllm_steer.peers.nnterp.values import Probabilities, Result, Value, refuse, tensor_of
-from vllm_steer.request import Edit
-from vllm_steer.request.scalars import is_integer
 
 if TYPE_CHECKING:
     from vllm_steer.peers.nnterp.model import StandardizedTransformer
@@ -313,7 +314,7 @@ class Tracer:
             params.append(self.model.params(edits=edits, capture=capture, max_tokens=invoke.num_steps, **fields))
         for invoke, output in zip(invokes, self.model.run([each.tokens for each in invokes], params), strict=True):
             if invoke.reads:
-                found = self.model.rows_of(output)
+                found = rows_of(output, "trace")
                 for rows in invoke.reads:
                     tensor = found.tensor(rows.point, rows.layer)
                     if rows.span.stop <= len(tensor):  # generation may have ended before
@@ -322,6 +323,6 @@ class Tracer:
             tokens = output.outputs[0].token_ids
             for probs in invoke.probs:
                 if probs.step < len(tokens):
-                    probs.take(self.model.read_log_probabilities(output, probs.step))
+                    probs.take(self.model.log_probabilities(output.outputs[0].logprobs, probs.step))
             for result in invoke.results:
                 result._value = torch.tensor([[*invoke.tokens, *tokens]])

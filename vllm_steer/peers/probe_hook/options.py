@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_steer import CaptureSpec, SamplingParams, add_steering, capture_specs, has_steering
+from vllm_steer.adapters import shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import SamplingParams, attach_steering, capture_specs, has_steering
-from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.request import CaptureSpec
-from vllm_steer.request.scalars import shown
+from vllm_steer.peers.engines import rows_of
 
 POINT = "post_block"
 Rows = dict[int, torch.Tensor]
@@ -89,9 +88,7 @@ class ProbeOptions:
                     "runs the last token in a request of its own, without the steering of sampling_params; omit it",
                 )
             return params
-        copied = params.clone()
-        attach_steering(copied, {"capture": self.capture(streamed=streamed)})
-        return copied
+        return add_steering(params, capture=self.capture(streamed=streamed))
 
     def unsteered(self, params: Any, *, streamed: bool = False) -> Any:
         """Return a copy of sampling parameters that captures.
@@ -136,11 +133,8 @@ class ProbeOptions:
 
 
 def complete_rows(completion: Any) -> Mapping[Any, Any]:
-    """Return the rows of a finished sample; raise RuntimeError if some are missing."""
-    result = completion.capture_results["memory"]
-    if result.status != "ok":
-        raise RuntimeError(f"hidden states are not complete: {result.error}")
-    sites: Mapping[Any, Any] = result.sites
+    """Return the rows of a finished sample by site; raise RuntimeError if some are missing."""
+    sites: Mapping[Any, Any] = rows_of(completion, "hidden states are not complete").sites
     return sites
 
 
@@ -163,8 +157,11 @@ def last_prompt(output: Any, token_ids: Sequence[int], max_model_len: int) -> di
     return {"prompt_token_ids": tokens}
 
 
-def check_global_steering(snapshot: Snapshot) -> str | None:
+def check_global_steering(snapshot: Any) -> str | None:
     """Return the digest of global steering, which must cover the same tokens whether they are generated or a prompt.
+
+    Args:
+        snapshot: A snapshot of the engine's registry.
 
     Raises:
         SteeringError: An edit counts from the prompt's end, where the request of the last token has another prompt.
@@ -179,7 +176,8 @@ def check_global_steering(snapshot: Snapshot) -> str | None:
                 f"runs the last token as part of a prompt, where {program.edit_source(number)} of global steering, for "
                 f"tokens {shown(edit.tokens)}, covers other tokens; omit it, or clear global steering",
             )
-    return snapshot.steering_digest
+    digest: str | None = snapshot.steering_digest
+    return digest
 
 
 def require_global_steering(outputs: Iterable[Any], digest: str | None) -> None:
@@ -197,13 +195,7 @@ def last_rows(output: Any) -> Rows:
 
 def last_params(options: ProbeOptions) -> Any:
     """Return the sampling parameters of a request that reads the last token of its prompt."""
-    from vllm_steer.compat.internals import RequestOutputKind
-
     spec = {"hooks": dict(options.spec.hooks), "positions": "last_prompt"}
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        capture={"memory": spec},
-    )
+    params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, capture={"memory": spec})
+    params.output_kind = type(params.output_kind).FINAL_ONLY
+    return params

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_steer.lazy import imported_on_use
+from vllm_steer.adapters import imported_on_use
 
 if TYPE_CHECKING:
-    from vllm_steer.peers.rhizonymph.captures import FilesystemCaptureRequest
-    from vllm_steer.peers.rhizonymph.fields import translate_fields
+    from vllm_steer.peers.rhizonymph.fields import FilesystemCaptureRequest, translate_fields
     from vllm_steer.peers.rhizonymph.offline import LLM, SamplingParams
 
 __all__ = ["LLM", "FilesystemCaptureRequest", "SamplingParams", "translate_fields"]
 
 _MODULES = {
-    "FilesystemCaptureRequest": ".captures",
+    "FilesystemCaptureRequest": ".fields",
     "LLM": ".offline",
     "SamplingParams": ".offline",
     "translate_fields": ".fields",

@@ -4,35 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from vllm_steer.adapters import MAX_EDITS, is_integer, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_EDITS
-from vllm_steer.peers.rhizonymph.captures import read_captures
-from vllm_steer.peers.rhizonymph.gates import NO_CONVERSATION, compile_gates, is_gate
+from vllm_steer.peers.refusals import NAME, REFUSALS, SERVED_BY_RHIZONYMPH, refuse_names
+from vllm_steer.peers.rhizonymph.gates import compile_gates, is_gate
 from vllm_steer.peers.rhizonymph.packed import read_hooks, read_table
-from vllm_steer.request.scalars import is_integer, shown
-from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS
 
 VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 """Vector fields of requests."""
 MODULE_FIELDS: Mapping[str, str] = {"vectors": "base", "prefill_vectors": "prefill", "decode_vectors": "decode"}
 """Vector fields of modules and of ``/v1/steering/set`` by the fork's names."""
-CLAMP_FIELDS = ("clamps", "prefill_clamps", "decode_clamps")
-"""Fields of modules and of ``/v1/steering/set`` that are refused."""
-PROJECT = "RhizoNymph/vllm"
-SERVED = ("patch", "patch_vectors", "steering_name", "capture_wait")
-"""Fields of the fork that this project does not have, and that are translated."""
-REFUSED: Mapping[str, str] = {
-    **{
-        name: f"is not supported; {advice}"
-        for name, (project, advice) in FIELDS_OF_OTHERS.items()
-        if project == PROJECT and name not in SERVED
-    },
-    "steering_module_ref": "is not supported; register the module and name it in steering_name",
-    "conversation_id": NO_CONVERSATION,
-}
-"""Fields that are not served, with what to do instead."""
+REFUSED = REFUSALS["rhizonymph"][NAME]
 _SITE_KEYS = frozenset(
     (
         "layer", "hook", "dest_position", "source_run", "source_position", "source_module", "source_inline", "alpha",
@@ -46,7 +31,8 @@ _NO_SOURCE = {
     "source_position": "belongs to source_run; omit it",
     "mask": "is not supported; use steering with kind replace and subspace",
 }
-FIELDS = ("steering", "capture", *VECTOR_FIELDS, *SERVED, *REFUSED)
+_ID, _RANGES = "request_id", "ranges"
+FIELDS = ("steering", "capture", *VECTOR_FIELDS, *SERVED_BY_RHIZONYMPH, *REFUSED)
 """Fields that the translation reads; others are passed on."""
 
 
@@ -66,9 +52,7 @@ def translate_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         [2]
     """
     fields = {name: value for name, value in given.items() if value is not None or name not in FIELDS}
-    for name, advice in REFUSED.items():
-        if name in fields:
-            raise SteeringError(name, advice)
+    refuse_names(fields, REFUSED)
     if fields.pop("capture_wait", True) is not True:
         raise SteeringError("capture_wait", "must be true; the response waits for the consumers")
     if "capture" in fields:
@@ -145,3 +129,77 @@ def _patch(site: Any, rows: list[dict[str, Any]] | None, field: str) -> dict[str
         "strength": site.get("alpha", 1.0),
         "tokens": [site["dest_position"]],
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesystemCaptureRequest:
+    """A capture of the consumer ``filesystem``.
+
+    Examples:
+        >>> from vllm_steer.peers.rhizonymph import FilesystemCaptureRequest
+        >>> FilesystemCaptureRequest(request_id="a", hooks={"post_block": [1]}).to_spec()["tag"]
+        'a'
+    """
+
+    hooks: Mapping[str, Any]
+    """Layers by hook point, as a list or as ``{"layers": [...]}``."""
+    positions: Any = "last_prompt"
+    request_id: str | None = None
+    """Name of the request in the files: the ``tag`` of the spec."""
+    tag: str | None = None
+    """The same; both may be given if they are equal."""
+    layout: str | None = None
+    """``"per_request"``, ``"packed"`` or ``"sharded"``; the consumer's by default."""
+
+    def to_spec(self) -> dict[str, Any]:
+        """Return the capture spec of this project."""
+        given = {
+            "hooks": self.hooks,
+            "positions": self.positions,
+            _ID: self.request_id,
+            "tag": self.tag,
+            "layout": self.layout,
+        }
+        spec: dict[str, Any] = read_spec(
+            {key: value for key, value in given.items() if value is not None}, "capture.filesystem"
+        )
+        return spec
+
+
+def read_captures(value: Any) -> Any:
+    """Return the field ``capture`` with specs of this project.
+
+    Raises:
+        SteeringError: A key of the fork is invalid or not served.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    return {name: read_spec(spec, f"capture.{name}") for name, spec in value.items()}
+
+
+def read_spec(spec: Any, field: str) -> Any:
+    """Return one capture spec; raise SteeringError if a key of the fork is invalid or not served."""
+    if isinstance(spec, FilesystemCaptureRequest):
+        return spec.to_spec()
+    if not isinstance(spec, Mapping):
+        return spec
+    found = dict(spec)
+    if _ID in found:
+        if found.setdefault("tag", found[_ID]) != found[_ID]:
+            raise SteeringError(f"{field}.{_ID}", "is stored as the tag, which is also given; omit one of them")
+        del found[_ID]
+    if isinstance(found.get("hooks"), Mapping):
+        found["hooks"] = {
+            point: _read_layers(layers, f"{field}.hooks.{point}") for point, layers in found["hooks"].items()
+        }
+    return found
+
+
+def _read_layers(layers: Any, field: str) -> Any:
+    if not isinstance(layers, Mapping):
+        return layers
+    if _RANGES in layers:
+        raise SteeringError(f"{field}.{_RANGES}", "is not supported; list the layers")
+    if set(layers) != {"layers"}:
+        raise SteeringError(field, f'must be a list of layers or {{"layers": [...]}}, not {shown(layers)}')
+    return layers["layers"]

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_steer.adapters import MAX_EDITS, read_choice, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_EDITS
+from vllm_steer.peers.refusals import NAME, REFUSALS
 from vllm_steer.peers.rhizonymph.packed import read_hooks
-from vllm_steer.request.scalars import read_choice, shown
 
 WINDOWS: Mapping[str, str] = {"this_token": "token", "next_step": "previous", "rest_of_request": "latch"}
 """Windows of conditions by scope."""
 _SHARPNESS = {"token": 1.0, "previous": 1.0}
 """The fork's sharpness by window, without ``sharpness``; a latch is on or off."""
 CONVERSATION = "rest_of_conversation"
-NO_CONVERSATION = "requests share no state, because any client could name the id; use rest_of_request"
+NO_CONVERSATION = REFUSALS["rhizonymph"][NAME]["conversation_id"]
 ATTENUATE = "has no equivalent; add the vector with a negative strength in a gate, or use the kind ablate with when"
 READOUT = "rhizonymph_gate_{}"
 """Name of the readout of a gate, by its index."""

@@ -1,30 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ASGI middleware that serves the fork's request fields and routes over HTTP.
-
-It runs ahead of the steering middleware and translates bodies and paths, so API keys, quotas and checks apply to the
-translated requests. A body is read only when the server reads it, which is after authentication.
-"""
+"""Middleware that serves the fork's request fields and routes over HTTP."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from fastapi import HTTPException
-from starlette.datastructures import MutableHeaders
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.bodies import ParsedBody, refuse_path
-from vllm_steer.peers.rhizonymph.fields import CLAMP_FIELDS, FIELDS, MODULE_FIELDS, translate_fields
+from vllm_steer.peers.http import Translated, TranslatingMiddleware
+from vllm_steer.peers.refusals import MODULE_FIELD, REFUSALS, refuse_names
+from vllm_steer.peers.rhizonymph.fields import FIELDS, MODULE_FIELDS, translate_fields
 from vllm_steer.peers.rhizonymph.packed import read_hooks
-from vllm_steer.server.http.body_checks import body_checks
-from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
-from vllm_steer.server.routes.base import app_path
-from vllm_steer.server.routes.capabilities import ROUTE as CAPABILITIES
-from vllm_steer.server.settings import max_body_bytes
+from vllm_steer.server.extension import CAPABILITIES, app_path
 
 REQUESTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 PATHS: Mapping[tuple[str, str], str] = {
@@ -36,34 +25,40 @@ PATHS: Mapping[tuple[str, str], str] = {
 SETTERS = ("/v1/steering/set", "/v1/steering/modules")
 DYNAMIC = "/v1/steering/dynamic"
 DYNAMIC_PROBLEM = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
-_WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *MODULE_FIELDS, *CLAMP_FIELDS))
-RIGHTS = {name: "capture" if name.startswith("capture") else "steering" for name in FIELDS}
-"""Our fields by the fork's fields that become them, or that are refused."""
+CLAMPS = REFUSALS["rhizonymph"][MODULE_FIELD]
 RESULTS = "capture_results"
 
 
-class RhizonymphMiddleware:
+class RhizonymphMiddleware(TranslatingMiddleware):
     """Translate bodies and paths, and add ``capture_results`` to the top of responses."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    refused: ClassVar = {DYNAMIC: DYNAMIC_PROBLEM}
+    fields = (*FIELDS, *MODULE_FIELDS, *CLAMPS)
+    rights: ClassVar = {name: "capture" if name.startswith("capture") else "steering" for name in FIELDS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = app_path(scope) if scope["type"] == "http" else ""
-        method = scope.get("method", "")
-        if path.startswith(DYNAMIC):
-            await refuse_path(self.app, scope, receive, send, DYNAMIC_PROBLEM)
-            return
-        if (method, path) in PATHS:
+        ours = PATHS.get((scope.get("method", ""), path))
+        if ours is not None:
             root = scope["path"][: len(scope["path"]) - len(path)]
-            path = PATHS[method, path]
-            scope = {**scope, "path": root + path, "raw_path": (root + path).encode()}
-        if method == "POST" and path in (*REQUESTS, *SETTERS):
-            exchange = _Exchange(scope, receive, send, translate_fields if path in REQUESTS else rename_vectors)
-            await self.app(scope, exchange.receive, exchange.send)
-            await exchange.finish()
-        else:
-            await self.app(scope, receive, send)
+            scope = {**scope, "path": root + ours, "raw_path": (root + ours).encode()}
+        await super().__call__(scope, receive, send)
+
+    def translates(self, method: str, path: str) -> bool:
+        """Return whether a route generates or sets vectors."""
+        return method == "POST" and path in (*REQUESTS, *SETTERS)
+
+    def require_rights(self, path: str, document: Mapping[str, Any]) -> None:
+        """Check the rights that the fields of a request need; other routes have rights of their own."""
+        if path in REQUESTS:
+            super().require_rights(path, document)
+
+    def translate(self, scope: Scope, path: str, document: Mapping[str, Any], limit: int) -> Translated:
+        """Return a body with our fields, whose response gets ``capture_results`` at its top."""
+        if path in SETTERS:
+            return Translated(rename_vectors(document))
+        fields = translate_fields(document)
+        return Translated(fields, _add_results if "capture" in fields else None)
 
 
 def rename_vectors(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,89 +75,12 @@ def rename_vectors(document: Mapping[str, Any]) -> dict[str, Any]:
             fields[ours] = fields.pop(theirs)
         if ours in fields:
             fields[ours] = read_hooks(fields[ours], ours)
-    for name in CLAMP_FIELDS:
-        if fields.pop(name, None) is not None:
-            raise SteeringError(name, "is not supported; use steering with kind clamp")
-    return fields
+    refuse_names((name for name, value in fields.items() if value is not None), CLAMPS)
+    return {name: value for name, value in fields.items() if name not in CLAMPS}
 
 
-class _Exchange:
-    """Body and response of one request."""
-
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, translate: Callable[[Mapping[str, Any]], dict[str, Any]]
-    ) -> None:
-        self._scope, self._receive, self._send, self._translate = scope, receive, send, translate
-        self._refusal: SteeringError | None = None
-        self._read = self._captures = self._held = False
-        self._start: Message = {}
-        self._body: list[bytes] = []
-
-    async def receive(self) -> Message:
-        """Return the translated body in one message."""
-        if self._read:
-            return await self._receive()
-        self._read = True
-        chunks: list[bytes] = []
-        more = True
-        while more:
-            message = await self._receive()
-            if message["type"] != "http.request":
-                return message
-            chunks.append(message.get("body", b""))
-            more = message.get("more_body", False)
-        body = b"".join(chunks)
-        if any(word in body for word in _WORDS):
-            limit = max_body_bytes(getattr(self._scope["app"].state, "args", None))
-            try:
-                if len(body) > limit:
-                    raise BodyTooLargeError("body", f"exceeds {limit >> 20} MiB; raise --steering-max-body-mib")
-                body = await body_checks().run(self._translated, body)
-            except SteeringError as error:
-                self._refusal = error
-                raise HTTPException(status_code=400, detail=str(error)) from None
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    def _translated(self, body: bytes) -> bytes:
-        try:
-            parsed = ParsedBody(body)
-        except (ValueError, RecursionError):
-            return body  # vLLM refuses it
-        document = parsed.value
-        if not isinstance(document, dict):
-            return body
-        if self._translate is translate_fields:  # the other routes have their own rights, which are checked first
-            parsed.require_rights(RIGHTS)
-        translated = self._translate(document)
-        parsed.refuse_repeated((*FIELDS, *MODULE_FIELDS), translated=translated != document)
-        self._captures = "capture" in translated and not translated.get("stream")
-        # A body without fields of the fork stays as it is, with its duplicate keys for the checks that follow.
-        return body if translated == document else json.dumps(translated).encode()
-
-    async def send(self, message: Message) -> None:
-        """Pass a message on, or hold the response that is replaced or extended after its end."""
-        if message["type"] == "http.response.start":
-            self._start = message
-            self._held = self._refusal is not None or (self._captures and message["status"] == 200)
-        if not self._held:
-            await self._send(message)
-        elif message["type"] == "http.response.body":
-            self._body.append(message.get("body", b""))
-
-    async def finish(self) -> None:
-        """Send the refusal, or the held response with ``capture_results`` at its top."""
-        if self._refusal is not None:
-            await error_response(self._refusal)(self._scope, self._receive, self._send)
-        elif self._held:
-            response = JSONResponse(with_results(json.loads(b"".join(self._body))))
-            headers = MutableHeaders(raw=[*self._start["headers"]])
-            headers["content-length"] = str(len(response.body))
-            await self._send({**self._start, "headers": headers.raw})
-            await self._send({"type": "http.response.body", "body": response.body})
-
-
-def with_results(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a response with the capture results of the first choice at its top, and file paths as ``payload``."""
+async def _add_results(document: dict[str, Any]) -> None:
+    """Add the capture results of the first choice to the top of a response, and file paths as ``payload``."""
     choices = document.get("choices") or [document]
     for choice in choices:
         for report in (choice.get(RESULTS) or {}).values():
@@ -171,4 +89,3 @@ def with_results(document: dict[str, Any]) -> dict[str, Any]:
                 report["payload"] = [data["path"]]
     if RESULTS in choices[0]:
         document[RESULTS] = choices[0][RESULTS]
-    return document

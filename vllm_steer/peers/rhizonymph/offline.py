@@ -8,18 +8,16 @@ from typing import Any
 
 import msgspec
 
-from vllm_steer.config import SteeringConfig
+import vllm_steer
+from vllm_steer.adapters import is_integer, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.llm import LLM as SteeringLLM
-from vllm_steer.params import SamplingParams as SteeringParams
 from vllm_steer.peers.rhizonymph.fields import FIELDS, translate_fields
-from vllm_steer.request.scalars import is_integer, shown
 
 _ROWS_PER_CONFIG = 4
 """Table rows for a request with vectors for prompt and generated tokens, and with room for others to end."""
 
 
-def SamplingParams(**kwargs: Any) -> SteeringParams:
+def SamplingParams(**kwargs: Any) -> vllm_steer.SamplingParams:
     """Return sampling parameters with the fork's fields.
 
     Raises:
@@ -31,10 +29,10 @@ def SamplingParams(**kwargs: Any) -> SteeringParams:
         4
     """
     given = {name: kwargs.pop(name) for name in (*FIELDS, "steering_modules", "readouts") if name in kwargs}
-    return SteeringParams(**kwargs, **translate_fields(given))
+    return vllm_steer.SamplingParams(**kwargs, **translate_fields(given))
 
 
-class LLM(SteeringLLM):
+class LLM(vllm_steer.LLM):
     """``vllm_steer.LLM`` with the fork's arguments; steering is enabled.
 
     Args:
@@ -62,7 +60,7 @@ class LLM(SteeringLLM):
         if max_steering_configs is not None:
             if not is_integer(max_steering_configs) or max_steering_configs < 1:
                 raise SteeringError("max_steering_configs", f"must be 1 or more, not {shown(max_steering_configs)}")
-            config = SteeringConfig.parse(kwargs.get("steering_config"))
+            config = vllm_steer.SteeringConfig.parse(kwargs.get("steering_config"))
             rows = max(config.max_rows, _ROWS_PER_CONFIG * int(max_steering_configs))
             kwargs["steering_config"] = msgspec.structs.replace(config, max_rows=rows)
         settings = {"enable_steering": True, **kwargs}

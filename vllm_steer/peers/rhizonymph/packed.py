@@ -8,10 +8,18 @@ from typing import Any
 
 import numpy.typing as npt
 
+from vllm_steer.adapters import (
+    MAX_EDITS,
+    PACKED_KEYS,
+    decode_packed,
+    is_integer,
+    pack_array,
+    parse_vector,
+    read_number,
+    read_packed_dtype,
+    shown,
+)
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_EDITS
-from vllm_steer.request.scalars import is_integer, read_number, shown
-from vllm_steer.request.vector import PACKED_KEYS, decode_packed, pack_array, parse_vector, read_packed_dtype
 
 _PACKED_HOOK = frozenset((*PACKED_KEYS, "layer_indices", "scales"))
 

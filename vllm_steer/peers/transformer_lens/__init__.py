@@ -4,25 +4,8 @@
 Public: the names in ``__all__``.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from vllm_steer.lazy import imported_on_use
-
-if TYPE_CHECKING:
-    from vllm_steer.peers.transformer_lens.cache import ActivationCache, get_act_name
-    from vllm_steer.peers.transformer_lens.driver import SteeringDriver
-    from vllm_steer.peers.transformer_lens.model import HookedTransformer, TransformerBridge
+from vllm_steer.peers.transformer_lens.cache import ActivationCache, get_act_name
+from vllm_steer.peers.transformer_lens.driver import SteeringDriver
+from vllm_steer.peers.transformer_lens.model import HookedTransformer, TransformerBridge
 
 __all__ = ["ActivationCache", "HookedTransformer", "SteeringDriver", "TransformerBridge", "get_act_name"]
-
-_MODULES = {
-    "ActivationCache": ".cache",
-    "HookedTransformer": ".model",
-    "SteeringDriver": ".driver",
-    "TransformerBridge": ".model",
-    "get_act_name": ".cache",
-}
-
-__getattr__ = imported_on_use(__name__, _MODULES)

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
+from vllm_steer import site
+from vllm_steer.adapters import find_foreign_site, is_integer, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.points import PointName
-from vllm_steer.request.scalars import is_integer, shown
-from vllm_steer.site_names import find_foreign_site, site
 
-HOOKS: Mapping[PointName, str] = {
+HOOKS: Mapping[str, str] = {
     "pre_attn": "resid_pre",
     "attn_out": "attn_out",
     "post_attn": "resid_mid",
@@ -39,7 +38,7 @@ def get_act_name(name: str, layer: int) -> str:
     return hook_name(*site(known))
 
 
-def hook_name(point: PointName, layer: int) -> str:
+def hook_name(point: str, layer: int) -> str:
     """Return the name of a site in TransformerLens; raise SteeringError if it has none."""
     if point not in HOOKS:
         raise SteeringError("name", f"{point} has no name in TransformerLens; use one of {', '.join(HOOKS)}")

@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
+from vllm_steer import Edit, SamplingParams, site
+from vllm_steer.adapters import is_integer, read_choice, read_number, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import SamplingParams
-from vllm_steer.peers.engines import plain_count, require_answers
+from vllm_steer.peers.engines import plain_count, rows_of
 from vllm_steer.peers.transformer_lens.hooks import ReadOnlyRows
 from vllm_steer.peers.transformer_lens.model import HookedTransformer
-from vllm_steer.request import Edit
-from vllm_steer.request.scalars import is_integer, read_choice, read_number, shown
-from vllm_steer.site_names import site
 
 OPERATIONS = {
     "suppress": frozenset[str](),
@@ -115,7 +113,7 @@ class SteeringDriver:
         edits = [edit for name, spec in (intervene or {}).items() for edit in self._edits(name, spec)]
         fields: dict[str, Any] = {"max_tokens": plain_count(max_new_tokens), "temperature": 0.0, "detokenize": False}
         if return_logits:
-            fields |= {"logprobs": -1, "flat_logprobs": True}
+            fields |= self._model.all_logprobs()
             if self.provides_sequence_logits:
                 fields["prompt_logprobs"] = -1
         if edits:
@@ -126,12 +124,11 @@ class SteeringDriver:
             for point, layer in sites.values():
                 hooks.setdefault(point, []).append(layer)
             fields["capture"] = {"memory": {"hooks": hooks, "positions": "all_prompt"}}
-        requests = [{"prompt_token_ids": row} for row in tokens]
-        outputs = self._model.llm.generate(requests, SamplingParams(**fields), use_tqdm=False)
-        require_answers(outputs)
+        outputs = self._model.run(tokens, SamplingParams(**fields))
+        found = [rows_of(output, f"input_ids[{i}]") for i, output in enumerate(outputs)] if names else []
         return DriverResult(
             torch.stack([self._logits(output) for output in outputs]) if return_logits else None,
-            ReadOnlyRows({name: torch.stack([_rows(output, *sites[name]) for output in outputs]) for name in names}),
+            ReadOnlyRows({name: torch.stack([rows.tensor(*sites[name]) for rows in found]) for name in names}),
             _new_tokens(outputs),
             outputs,
         )
@@ -185,23 +182,11 @@ class SteeringDriver:
     def _logits(self, output: Any) -> torch.Tensor:
         count = len(output.prompt_token_ids)
         found = torch.full((count, self._model.cfg.d_vocab), -torch.inf)
-        last = output.outputs[0].logprobs
-        first = slice(last.start_indices[0], last.end_indices[0])
-        found[-1, torch.tensor(last.token_ids[first])] = torch.tensor(last.logprobs[first])
+        found[-1] = self._model.log_probabilities(output.outputs[0].logprobs)
         if self.provides_sequence_logits:
-            flat = output.prompt_logprobs
             for i in range(1, count):
-                part = slice(flat.start_indices[i], flat.end_indices[i])
-                found[i - 1, torch.tensor(flat.token_ids[part])] = torch.tensor(flat.logprobs[part])
+                found[i - 1] = self._model.log_probabilities(output.prompt_logprobs, i)
         return found
-
-
-def _rows(output: Any, point: Any, layer: int) -> torch.Tensor:
-    result = output.capture_results["memory"]
-    if result.status != "ok":
-        raise RuntimeError(f"rows are missing: {result.error}")
-    rows: torch.Tensor = result.tensor(point, layer)
-    return rows
 
 
 def _new_tokens(outputs: Sequence[Any]) -> torch.Tensor:

@@ -7,12 +7,14 @@ import inspect
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from vllm_steer import HookedRows
 from vllm_steer.errors import SteeringError
-from vllm_steer.taps.user_hooks import Hook, HookedRows
+
+Hook: TypeAlias = Callable[[HookedRows], torch.Tensor | None]
 
 
 def on_prompts(function: Callable[..., Any], name: str, layer: int, count: int) -> Hook:

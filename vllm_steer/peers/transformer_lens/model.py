@@ -3,35 +3,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NoReturn, Self
 
-import numpy as np
 import torch
 
+from vllm_steer import Edit, SamplingParams, site
+from vllm_steer.adapters import shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import SamplingParams
-from vllm_steer.peers.engines import open_engine, plain_count, require_answers
+from vllm_steer.peers.engines import Engine, plain_count, read_prompts, rows_of
+from vllm_steer.peers.refusals import (
+    ARGUMENT,
+    GENERATING,
+    LOADING,
+    MODEL,
+    REFUSALS,
+    refuse_attribute,
+    refuse_names,
+)
 from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
 from vllm_steer.peers.transformer_lens.hooks import on_prompts
-from vllm_steer.peers.transformer_lens.refused import GENERATING, REFUSED, loading_arguments, refuse
-from vllm_steer.points import PointName, points_on
-from vllm_steer.request import Edit
-from vllm_steer.request.scalars import is_integer, shown
-from vllm_steer.site_names import site
+
+_REFUSED = REFUSALS["transformer-lens"]
 
 
-class HookedTransformer:
+class HookedTransformer(Engine):
     """A model that runs on an offline engine.
-
-    Args:
-        model: Name or folder of a model, or a ``vllm_steer.LLM`` with steering enabled.
-        **kwargs: Arguments of ``vllm_steer.LLM``.
-
-    Raises:
-        SteeringError: The engine has no steering.
 
     Examples:
         >>> from vllm_steer.peers.transformer_lens import HookedTransformer  # doctest: +SKIP
@@ -41,20 +40,13 @@ class HookedTransformer:
     """
 
     def __init__(self, model: Any, **kwargs: Any) -> None:
-        self.llm, context = open_engine(model, kwargs)
-        config = self.llm.llm_engine.vllm_config.model_config
-        known = context.capabilities
-        self.cfg = SimpleNamespace(
-            n_layers=known.num_layers, d_model=known.hidden_size, d_vocab=config.get_vocab_size()
-        )
-        self._max_logprobs: int = config.max_logprobs
-        points = points_on(known.config.points)
-        self._unread = known.unread
+        super().__init__(model, **kwargs)
+        self.cfg = SimpleNamespace(n_layers=self.num_layers, d_model=self.hidden_size, d_vocab=self.vocab_size)
         self.hook_names: tuple[str, ...] = tuple(
             hook_name(point, layer)
-            for layer in range(known.num_layers)
+            for layer in range(self.num_layers)
             for point in HOOKS
-            if point in points and layer not in known.unread.get(point, {})
+            if self.points[point]["on"] and layer not in self.points[point]["unread"]
         )
         """Names of the hooks whose rows the engine returns."""
 
@@ -69,17 +61,19 @@ class HookedTransformer:
         Raises:
             SteeringError: An argument of TransformerLens is not supported.
         """
-        return cls(model_name, **loading_arguments(kwargs))
+        # Arguments that are false ask for nothing.
+        refuse_names((name for name, value in kwargs.items() if value), _REFUSED[LOADING])
+        kept = {name: value for name, value in kwargs.items() if name not in _REFUSED[LOADING]}
+        device, accelerator = kept.pop("device", None), torch.accelerator.current_accelerator()
+        own = "cpu" if accelerator is None else accelerator.type
+        if device is not None and str(device).partition(":")[0] != own:
+            raise SteeringError("device", f"vLLM runs on {own}; omit it")
+        return cls(model_name, **kept)
 
     @classmethod
     def boot_transformers(cls, model_name: Any, **kwargs: Any) -> Self:
         """Start an engine; the same as :meth:`from_pretrained`."""
         return cls.from_pretrained(model_name, **kwargs)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The engine's tokenizer."""
-        return self.llm.get_tokenizer()
 
     def to_tokens(self, text: Any, **unsupported: Any) -> torch.Tensor:
         """Return tokens ``[batch, tokens]`` of a text or of texts with equally many tokens; refuse other arguments."""
@@ -117,12 +111,7 @@ class HookedTransformer:
         refuse(unsupported)
         tokens, hooks = self._encode(prompts), self._read_filter(names_filter)
         outputs = self._run(tokens, return_type, edits, {"hooks": hooks, "positions": "all_prompt"})
-        found = []
-        for i, output in enumerate(outputs):
-            result = output.capture_results["memory"]
-            if result.status != "ok":
-                raise RuntimeError(f"prompts[{i}]: {result.error}")
-            found.append(result)
+        found = [rows_of(output, f"prompts[{i}]") for i, output in enumerate(outputs)]
         wanted = {hook_name(point, layer): (point, layer) for point in hooks for layer in hooks[point]}
         rows = {
             name: torch.stack([result.tensor(*wanted[name]) for result in found])
@@ -130,15 +119,14 @@ class HookedTransformer:
             if name in wanted
         }
         cache = ActivationCache(rows, self.cfg.n_layers)
-        return self._logits(outputs, return_type), cache.remove_batch_dim() if remove_batch_dim else cache
+        return self._logits(outputs) if return_type else None, cache.remove_batch_dim() if remove_batch_dim else cache
 
     def run_with_edits(self, prompts: Any, edits: Sequence[Edit]) -> torch.Tensor:
         """Return the log-probabilities at the last token under edits, ``[batch, 1, vocab]``.
 
         Edits take the place of the functions of ``run_with_hooks``. Their ``point`` may be the name of a hook.
         """
-        outputs = self._run(self._encode(prompts), "logits", edits, None)
-        return torch.stack([self._read(output) for output in outputs])[:, None]
+        return self._logits(self._run(self._encode(prompts), "logits", edits, None))
 
     def run_with_hooks(
         self,
@@ -172,12 +160,13 @@ class HookedTransformer:
                         hook = on_prompts(function, hook_name(point, layer), layer, len(tokens[0]))
                         stack.enter_context(self.llm.register_hook(hook, point, layer))
             outputs = self._run(tokens, return_type, (), None)
-        return self._logits(outputs, return_type)
+        return self._logits(outputs) if return_type else None
 
     def __call__(self, prompts: Any, return_type: str | None = "logits", **unsupported: Any) -> torch.Tensor | None:
         """Return the log-probabilities at the last token, ``[batch, 1, vocab]``; refuse other arguments."""
         refuse(unsupported)
-        return self._logits(self._run(self._encode(prompts), return_type, (), None), return_type)
+        outputs = self._run(self._encode(prompts), return_type, (), None)
+        return self._logits(outputs) if return_type else None
 
     def generate(self, prompt: Any, max_new_tokens: int = 10, **kwargs: Any) -> str:
         """Return the prompt's text with the generated text, greedy by default.
@@ -192,27 +181,18 @@ class HookedTransformer:
             SteeringError: There are several prompts, or an argument of TransformerLens is not supported.
             RuntimeError: The request ended with an error, for example because a user hook failed.
         """
-        for name in kwargs:
-            if name in GENERATING:
-                raise SteeringError(name, GENERATING[name])
+        refuse_names(kwargs, _REFUSED[GENERATING])
         encoded = self._encode(prompt)
         if len(encoded) > 1:
             raise SteeringError("prompt", f"has {len(encoded)} prompts; generate serves one, and llm.generate several")
         (tokens,) = encoded
         params = SamplingParams(**{"temperature": 0.0, **kwargs, "max_tokens": plain_count(max_new_tokens)})
-        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
-        require_answers([output])
+        (output,) = self.run([tokens], params)
         shown_tokens = self.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else tokens
         return str(self.tokenizer.decode([*shown_tokens, *output.outputs[0].token_ids]))
 
     def _encode(self, prompts: Any) -> list[list[int]]:
-        if isinstance(prompts, (torch.Tensor, np.ndarray)):
-            prompts = prompts.tolist()
-        if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and is_integer(prompts[0])):
-            prompts = [prompts]
-        if not isinstance(prompts, (list, tuple)) or not prompts:
-            raise SteeringError("prompts", f"must be a text, texts or tokens, not {shown(prompts)}")
-        tokens = [self._tokens_of(each, f"prompts[{i}]") for i, each in enumerate(prompts)]
+        tokens = [self.encode(each, f"prompts[{i}]") for i, each in enumerate(read_prompts(prompts))]
         if len({len(each) for each in tokens}) > 1:
             counts = ", ".join(str(len(each)) for each in tokens[:8])
             raise SteeringError(
@@ -220,16 +200,7 @@ class HookedTransformer:
             )
         return tokens
 
-    def _tokens_of(self, prompt: Any, field: str) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
-        given = prompt.tolist() if isinstance(prompt, (torch.Tensor, np.ndarray)) else prompt
-        if not isinstance(given, (list, tuple)) or not all(map(is_integer, given)):
-            raise SteeringError(field, f"must be a text or a list of token numbers, not {shown(prompt)}")
-        # Python's integers: a tensor in a request ends the thread of an engine process that reads requests.
-        return [int(token) for token in given]
-
-    def _read_filter(self, names: Any) -> dict[PointName, list[int]]:
+    def _read_filter(self, names: Any) -> dict[str, list[int]]:
         if names is None:
             chosen = list(self.hook_names)
         elif callable(names):
@@ -238,10 +209,10 @@ class HookedTransformer:
             chosen = [names] if isinstance(names, str) else list(names)
         if not chosen:
             raise SteeringError("names_filter", "selects no hook; hook_names lists those of this engine")
-        hooks: dict[PointName, list[int]] = {}
+        hooks: dict[str, list[int]] = {}
         for name in chosen:
             point, layer = site(name, num_layers=self.cfg.n_layers)
-            if reason := self._unread.get(point, {}).get(layer):
+            if reason := self.points[point]["unread"].get(layer):
                 raise SteeringError("names_filter", f"{name} is not supported: {reason}")
             if hook_name(point, layer) not in self.hook_names:
                 raise SteeringError("names_filter", f"{name} is not enabled; add {point} to --steering-points")
@@ -258,33 +229,23 @@ class HookedTransformer:
             )
         fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
         if return_type == "logits":
-            if 0 <= self._max_logprobs < self.cfg.d_vocab:
-                raise SteeringError("max_logprobs", "is too small for logits; start the engine with max_logprobs=-1")
-            fields |= {"logprobs": -1, "flat_logprobs": True}
+            fields |= self.all_logprobs()
         if edits:
             fields["steering"] = list(edits)
         if capture is not None:
             fields["capture"] = {"memory": capture}
-        requests = [{"prompt_token_ids": each} for each in tokens]
-        outputs = list(self.llm.generate(requests, SamplingParams(**fields), use_tqdm=False))
-        require_answers(outputs)
-        return outputs
+        return self.run(tokens, SamplingParams(**fields))
 
-    def _logits(self, outputs: list[Any], return_type: str | None) -> torch.Tensor | None:
-        if return_type is None:
-            return None
-        return torch.stack([self._read(output) for output in outputs])[:, None]
-
-    def _read(self, output: Any) -> torch.Tensor:
-        flat = output.outputs[0].logprobs
-        found = torch.full((self.cfg.d_vocab,), -torch.inf)
-        found[torch.tensor(flat.token_ids)] = torch.tensor(flat.logprobs)
-        return found
+    def _logits(self, outputs: list[Any]) -> torch.Tensor:
+        return torch.stack([self.log_probabilities(output.outputs[0].logprobs) for output in outputs])[:, None]
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in REFUSED:
-            raise SteeringError(name, REFUSED[name])
-        raise AttributeError(f"HookedTransformer has no attribute {name}")
+        refuse_attribute(self, name, _REFUSED[MODEL])
+
+
+def refuse(arguments: Iterable[str]) -> None:
+    """Raise SteeringError for an argument of a method that runs the model."""
+    refuse_names(arguments, _REFUSED[ARGUMENT], "is not an argument of this method; omit it")
 
 
 TransformerBridge = HookedTransformer

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_steer.lazy import imported_on_use
-from vllm_steer.peers.vllm_lens.refused import NAMES
+from vllm_steer.adapters import imported_on_use
+from vllm_steer.peers.refusals import NAME, REFUSALS
 
 if TYPE_CHECKING:
     from vllm_steer.peers.vllm_lens.client import VLLMLensClient
@@ -40,4 +40,4 @@ _MODULES = {
     "serialize_tensor": ".tensors",
 }
 
-__getattr__ = imported_on_use(__name__, _MODULES, NAMES)
+__getattr__ = imported_on_use(__name__, _MODULES, REFUSALS["vllm-lens"][NAME])

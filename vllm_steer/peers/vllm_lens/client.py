@@ -12,12 +12,10 @@ from urllib.parse import quote
 import httpx
 import torch
 
-from vllm_steer.client.encoding import to_json
-from vllm_steer.client.endpoints import auth_headers
-from vllm_steer.client.responses import parse_error
+from vllm_steer.client import auth_headers, parse_error, to_json
 from vllm_steer.errors import SteeringError
+from vllm_steer.peers.refusals import CLIENT, CLIENT_ARGUMENT, REFUSALS, refuse_attribute, refuse_names
 from vllm_steer.peers.vllm_lens.keys import CAPTURE_KEY, STEERING_KEY, TRANSPORT_KEY, SteeringVector
-from vllm_steer.peers.vllm_lens.refused import CLIENT_ARGUMENTS, CLIENT_METHODS, refuse_attribute
 from vllm_steer.peers.vllm_lens.tensors import decode_activations, decompress
 
 HEADER = "x-vllm-lens-"
@@ -112,7 +110,7 @@ class VLLMLensClient:
         return self._post("/v1/chat/completions", body, capture_layers, steering_vectors)
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(self, name, CLIENT_METHODS)
+        refuse_attribute(self, name, REFUSALS["vllm-lens"][CLIENT])
 
     def close(self) -> None:
         """Close all connections."""
@@ -125,17 +123,16 @@ class VLLMLensClient:
         self.close()
 
     def _post(self, path: str, body: Mapping[str, Any], layers: Any, vectors: Any) -> LensResponse:
-        for name, advice in CLIENT_ARGUMENTS.items():
-            if body.get(name) is not None:
-                raise SteeringError(name, advice)
+        given = (name for name, value in body.items() if value is not None)
+        refuse_names(given, REFUSALS["vllm-lens"][CLIENT_ARGUMENT])
         body = dict(body)
         transport = body.pop(TRANSPORT_KEY, None) or "binary"
         extra: dict[str, Any] = dict(body.get("extra_args") or {})
         if layers is not None:
             extra |= {CAPTURE_KEY: layers if layers is True else list(layers), TRANSPORT_KEY: transport}
         if vectors is not None:
-            given = [vectors] if isinstance(vectors, SteeringVector) else vectors
-            extra[STEERING_KEY] = [vector.model_dump() for vector in given]
+            listed = [vectors] if isinstance(vectors, SteeringVector) else vectors
+            extra[STEERING_KEY] = [vector.model_dump() for vector in listed]
         body = {"model": self.model, **body, **({"extra_args": extra} if extra else {})}
         document = self._send("POST", path, json.dumps(to_json(body, "body")).encode()).json()
         activations = document.get("activations") or {}

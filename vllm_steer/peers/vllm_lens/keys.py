@@ -13,20 +13,17 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator
 
+from vllm_steer import Edit
+from vllm_steer.adapters import MASK_HINT, MAX_EDITS, refuse_repeated, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_EDITS
+from vllm_steer.peers.refusals import KEY, REFUSALS
 from vllm_steer.peers.vllm_lens.tensors import MAX_BYTES, deserialize_tensor, measure, serialize_tensor
-from vllm_steer.request import Edit
-from vllm_steer.request.scalars import MASK_HINT, refuse_repeated, shown
 
 CAPTURE_KEY = "output_residual_stream"
 STEERING_KEY = "apply_steering_vectors"
 TRANSPORT_KEY = "activations_transport"
 PREFIX_CACHE_KEY = "skip_reading_prefix_cache"
-REFUSED_KEYS = {
-    "output_qk": "queries and keys cannot be captured; capture attn_out instead",
-    "apply_hooks": "pickled code is not run; use capture, readouts, or edits with a condition in when",
-}
+REFUSED_KEYS = REFUSALS["vllm-lens"][KEY]
 KEYS = (CAPTURE_KEY, STEERING_KEY, TRANSPORT_KEY, PREFIX_CACHE_KEY, *REFUSED_KEYS)
 TRANSPORTS = ("base64", "binary")
 PARENTS = ("extra_args", "vllm_xargs")
@@ -270,15 +267,12 @@ def _check_sizes(items: Sequence[Any], field: str, max_bytes: int) -> None:
             count += math.prod(map(int, activations["shape"][:-1]))
         elif activations is not None:
             shape = getattr(activations, "shape", None)
-            count += max(1, math.prod(shape[:-1]) if shape is not None else len(_rows_of(activations)))
+            rows = len(activations) if isinstance(activations, (list, tuple)) else 0
+            count += max(1, rows if shape is None else math.prod(shape[:-1]))
         if size > max_bytes:
             raise SteeringError(field, f"has tensors of more than {max_bytes} bytes; send fewer or smaller ones")
         if count > MAX_EDITS:
             raise SteeringError(field, f"has more than {MAX_EDITS} vectors, the most that are accepted")
-
-
-def _rows_of(activations: Any) -> Sequence[Any]:
-    return activations if isinstance(activations, (list, tuple)) else ()
 
 
 def _refuse_second_norms(vectors: Sequence[SteeringVector], field: str) -> None:

@@ -7,14 +7,14 @@ from typing import Any, NoReturn
 
 import torch
 
-import vllm_steer.params
-from vllm_steer.llm import LLM as SteerLLM
+import vllm_steer
+from vllm_steer.peers import refusals
+from vllm_steer.peers.engines import rows_of
 from vllm_steer.peers.vllm_lens.keys import KEYS, read_keys
-from vllm_steer.peers.vllm_lens.refused import LLM_METHODS, refuse_attribute
 from vllm_steer.peers.vllm_lens.tensors import stack_layers
 
 
-class _KeysMeta(type(vllm_steer.params.SamplingParams)):  # type: ignore[misc]
+class _KeysMeta(type(vllm_steer.SamplingParams)):  # type: ignore[misc]
     """Metaclass that translates the request keys before the parameters are made."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -26,7 +26,7 @@ class _KeysMeta(type(vllm_steer.params.SamplingParams)):  # type: ignore[misc]
         return super().__call__(*args, **kwargs)
 
 
-class SamplingParams(vllm_steer.params.SamplingParams, metaclass=_KeysMeta):
+class SamplingParams(vllm_steer.SamplingParams, metaclass=_KeysMeta):
     """``vllm_steer.SamplingParams`` whose ``extra_args`` may hold the request keys of vllm-lens.
 
     Examples:
@@ -36,7 +36,7 @@ class SamplingParams(vllm_steer.params.SamplingParams, metaclass=_KeysMeta):
     """
 
 
-class LLM(SteerLLM):
+class LLM(vllm_steer.LLM):
     """``vllm_steer.LLM`` with steering enabled, whose outputs have ``activations``.
 
     ``output.activations["residual_stream"]`` has the shape ``(layers, prompt + generated - 1, hidden)``, with ascending
@@ -55,7 +55,7 @@ class LLM(SteerLLM):
         return _with_activations(super().chat(*args, **kwargs))
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(self, name, LLM_METHODS)
+        refusals.refuse_attribute(self, name, refusals.REFUSALS["vllm-lens"][refusals.LLM])
 
 
 def _with_activations(outputs: list[Any]) -> list[Any]:
@@ -78,9 +78,7 @@ def activations_of(output: Any) -> dict[str, torch.Tensor] | None:
     Raises:
         RuntimeError: The rows are not complete.
     """
-    result = (getattr(output, "capture_results", None) or {}).get("memory")
-    if result is None:
+    if "memory" not in (getattr(output, "capture_results", None) or {}):
         return None
-    if result.status != "ok":
-        raise RuntimeError(f"the activations are not complete: {result.error}")
+    result = rows_of(output, "the activations are not complete")
     return {"residual_stream": stack_layers({site: rows.rows for site, rows in result.sites.items()})}

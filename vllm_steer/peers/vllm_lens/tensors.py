@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
+from vllm_steer.adapters import install_hint, is_integer, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.extras import install_hint
-from vllm_steer.request.scalars import is_integer, shown
 
 _DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "torch.float32": (torch.float32, "float32"),

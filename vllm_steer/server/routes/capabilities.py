@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 
-from vllm_steer.engine.report import CapabilityReport, make_report
+from vllm_steer.engine.report import CapabilityReport
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, requires
@@ -18,11 +18,7 @@ ROUTE = "/v1/steering/capabilities"
 
 def add_capabilities_route(app: FastAPI, engine: EngineContext) -> None:
     """Add the route. Its response is computed once, because it does not change while the engine runs."""
-    import vllm
-
-    known = engine.capabilities
-    report = make_report({**known.facts, "vllm": vllm.__version__}, known.config, no_capture=known.no_capture)
-    app.include_router(make_router(report))
+    app.include_router(make_router(engine.capabilities.report()))
 
 
 def make_router(report: CapabilityReport) -> APIRouter:

@@ -45,28 +45,6 @@ def _rows(verdict: Verdict, reason: str, names: str) -> Iterator[Setting]:
 SETTINGS: Final[Mapping[str, Setting]] = {
     setting.name: setting
     for setting in (
-        # New in 0.32.
-        *_rows(Verdict.SERVED, "buckets of vLLM's own histograms", "custom_histogram_buckets"),
-        *_rows(Verdict.REFUSED, "spreads the tokens of hyper-connections over ranks", "enable_hc_sp"),
-        *_rows(Verdict.UNTESTED, "how tensors of multimodal inputs reach the workers", "enable_shm_tensor_arena"),
-        *_rows(Verdict.UNTESTED, "saves vLLM's pool of graphs, which holds all sets", "sleep_mode_offload_cudagraph"),
-        *_rows(Verdict.SERVED, "time limit of the chat template", "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"),
-        *_rows(
-            Verdict.UNTESTED,
-            "precision of the branch of mixtures of experts, not of the stream",
-            "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-        ),
-        *_rows(
-            Verdict.UNTESTED,
-            "transfer of blocks by their hashes, which include the edits",
-            "VLLM_P2P_HANDSHAKE_TIMEOUT_S VLLM_P2P_IDLE_TIMEOUT_S VLLM_P2P_MAX_PEERS",
-        ),
-        *_rows(
-            Verdict.REFUSED,
-            "for layer classes on ROCm that are refused",
-            "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS VLLM_ROCM_MONO_DECODE VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 "
-            "VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA",
-        ),
         # New in 0.33.
         *_rows(
             Verdict.REFUSED,
