@@ -50,9 +50,10 @@ vLLM's CPU build fails at these combinations, with or without steering. Engines 
 | request, on a CPU | what vLLM does |
 | --- | --- |
 | `temperature` above 0, with speculative decoding | greedy requests in the same batch get wrong tokens |
-| `seed`, with a prompt longer than `--max-num-batched-tokens` | the engine stops. It also stops if a shorter seeded prompt is split because other requests take part of the step, which is not refused |
 | `prompt_logprobs`, in an engine with LoRA | the engine stops |
-| more LoRA adapters than `--max-loras` less one | requests without an adapter get the one in the last slot. Adapters are counted per API server process |
+
+Two more faults of the CPU build are repaired in engines with steering: requests without a LoRA adapter get the weights of the last slot, and
+the engine stops if the prompt of a request with `seed` takes several steps.
 
 """
 

@@ -23,7 +23,6 @@ import performance
 import sections
 
 import vllm_steer.models.proofs
-from vllm_steer.config import CAPTURE_POLICIES, MULTI_CHOICES, SWITCHES
 from vllm_steer.limits import ENGINE_LIMITS, FORMAT_LIMITS, SERVER_LIMITS
 from vllm_steer.metrics.definitions import METRICS, Metric
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MLP_MIX, Recipe
@@ -35,7 +34,6 @@ from vllm_steer.request.edit import EditForm
 from vllm_steer.request.json_schema import json_schema
 from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
-from vllm_steer.server.flags import POLICY, POLICY_HELP
 from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.request_guard import FORM_ROUTES, UNSTEERABLE_ROUTES
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
@@ -43,6 +41,7 @@ from vllm_steer.server.http.websocket import REALTIME_ROUTE
 from vllm_steer.server.routes import capabilities, captures, live, patch
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
+from vllm_steer.settings import MULTI_CHOICES, POLICY, SWITCHES
 from vllm_steer.site_names import FOREIGN_NAMES, ForeignName
 
 ROOT = Path(__file__).parents[1]
@@ -249,11 +248,8 @@ def limits() -> str:
         + table(
             ("setting", "flag", "values", "meaning"),
             [
-                ("`capture_policy`", f"`{POLICY}`", ", ".join(f"`{name}`" for name in CAPTURE_POLICIES), POLICY_HELP),
-                *(
-                    (f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.choices), s.help)
-                    for s in MULTI_CHOICES
-                ),
+                (f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.choices), s.help)
+                for s in (POLICY, *MULTI_CHOICES)
             ],
         )
     )

@@ -59,7 +59,7 @@ def test_steps_without_edits_have_records(tokens: Any) -> None:
     manager.store.add("r", SLOT, SamplingParams(steering=[edit]), PROMPT_LEN)
     graph_sets: Any = manager.graph_sets
     covered = edit.tokens.intervals(PROMPT_LEN)
-    column = manager.store.resolved_of("r").dynamic.layout.live["calm"]  # type: ignore[union-attr]
+    column = manager.store.resolved_of("r").records.layout.live["calm"]  # type: ignore[union-attr]
     first = 0
     for number, count in enumerate((PROMPT_LEN, 1, 1, 1, 1, 1, 1)):
         strength = float(number)

@@ -41,9 +41,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> Iterator[Any]:
-    # One slot more than there are adapters: vLLM's CPU kernels give a request that has no adapter, beside others that
-    # have one, whatever is in the last slot (lora/ops/torch_ops takes its index, -1, for a place).
-    engine = make_llm(tiny_llama, enable_lora=True, max_loras=3, max_lora_rank=RANK, max_num_seqs=16)
+    engine = make_llm(tiny_llama, enable_lora=True, max_loras=2, max_lora_rank=RANK, max_num_seqs=16)
     yield engine
     close(engine)
 

@@ -13,7 +13,7 @@ from vllm_steer.engine.head_readouts import HeadReadouts
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.frontend.parts import PartMarkers, bind_request
-from vllm_steer.program.dynamic import PART
+from vllm_steer.program.records import PART
 from vllm_steer.taps import dynamic
 from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
 from vllm_steer.taps.ops import DeviceOps
@@ -50,8 +50,8 @@ def test_parts_and_probes_step_by_step() -> None:
     store.add("x", SLOT, request.sampling_params, PROMPT_LEN)
     store.flush()
     resolved = store.resolved_of("x")
-    assert resolved.dynamic is not None
-    layout = resolved.dynamic.layout
+    assert resolved.records is not None
+    layout = resolved.records.layout
     ((head, _),) = resolved.token_programs[0].heads
     heads = HeadReadouts(store, {}, DeviceOps(), enabled=False, speculative=False)
     position, inside, last, seen = 0, False, None, set()
@@ -106,7 +106,7 @@ def test_state_of_a_resumed_request() -> None:
     )  # fmt: skip
     store = ProgramStore(tables, config, 4, range(4))
     store.add("x", SLOT, request.sampling_params, PROMPT_LEN)
-    found = store.resolved_of("x").dynamic
+    found = store.resolved_of("x").records
     assert found is not None
     (condition,) = found.conditions
     assert condition.kind == PART

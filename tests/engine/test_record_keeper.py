@@ -15,7 +15,7 @@ from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.engine.model_output import ROWS_ATTRIBUTE
 from vllm_steer.engine.record_keeper import REPLAYS_ATTRIBUTE, RecordKeeper
-from vllm_steer.program.dynamic import STOP_COLUMN
+from vllm_steer.program.records import STOP_COLUMN
 
 DRAFTS = 3
 # First position and width of each step. Two drafts of the first step and none of the second one are accepted; the

@@ -19,63 +19,48 @@ from vllm_steer.llm import _one_thread
 from vllm_steer.program.compiler import compile_program
 
 
-def processor(speculative: bool = False, slots: int = 0) -> Any:
-    config = SimpleNamespace(
-        speculative_config=object() if speculative else None,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
-        lora_config=SimpleNamespace(max_loras=slots) if slots else None,
-    )
-    return SimpleNamespace(vllm_config=config)
+def engine(speculative: bool = False, lora: bool = False) -> Any:
+    return SimpleNamespace(
+        speculative_config=object() if speculative else None, lora_config=object() if lora else None
+    )  # fmt: skip
 
 
-def request(adapter: int = 0, **fields: Any) -> Any:
-    params = SimpleNamespace(**{"temperature": 0.0, "seed": None, "prompt_logprobs": None, **fields})
-    lora = SimpleNamespace(lora_int_id=adapter) if adapter else None
-    return SimpleNamespace(sampling_params=params, lora_request=lora)
+def params(**fields: Any) -> Any:
+    return SimpleNamespace(**{"temperature": 0.0, "seed": None, "prompt_logprobs": None, **fields})
 
 
 @pytest.mark.parametrize(
-    ("engine", "wanted", "length", "field"),
+    ("config", "wanted", "field"),
     [
-        (processor(speculative=True), request(temperature=0.7), 5, "temperature"),
-        (processor(), request(temperature=0.7, seed=1), 33, "seed"),
-        (processor(slots=3), request(prompt_logprobs=1), 5, "prompt_logprobs"),
-        (processor(slots=1), request(adapter=1), 5, "lora_request"),
+        (engine(speculative=True), params(temperature=0.7), "temperature"),
+        (engine(lora=True), params(prompt_logprobs=1), "prompt_logprobs"),
     ],
 )
 def test_refuses_what_the_cpu_build_cannot_serve(
-    engine: Any, wanted: Any, length: int, field: str, monkeypatch: pytest.MonkeyPatch
+    config: Any, wanted: Any, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches wrong tokens of other requests and a dead engine on CPUs. Negative control: other devices serve it."""
     monkeypatch.setattr(cpu_faults, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     with pytest.raises(SteeringError) as refused:
-        check_cpu_request(engine, wanted, length)
+        check_cpu_request(config, wanted)
     assert refused.value.field == field
     monkeypatch.setattr(cpu_faults, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    check_cpu_request(engine, wanted, length)
-
-
-def test_keeps_the_last_slot_of_adapters_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an adapter in the slot from which requests without one read, and a repeated adapter that counts twice."""
-    monkeypatch.setattr(cpu_faults, "current_platform", SimpleNamespace(is_cpu=lambda: True))
-    engine = processor(slots=3)
-    for adapter in (1, 2, 1, 0, 2):
-        check_cpu_request(engine, request(adapter=adapter), 5)
-    with pytest.raises(SteeringError, match="--max-loras 4"):
-        check_cpu_request(engine, request(adapter=3), 5)
+    check_cpu_request(config, wanted)
 
 
 @pytest.mark.parametrize(
-    ("engine", "wanted", "length"),
+    ("config", "wanted"),
     [
-        (processor(speculative=True), request(), 5),
-        (processor(), request(temperature=0.7, seed=1), 32),
-        (processor(), request(prompt_logprobs=1), 5),
+        (engine(speculative=True), params()),
+        (engine(lora=True), params(temperature=0.7, seed=1)),
+        (engine(), params(temperature=0.7, prompt_logprobs=1)),
+        (engine(speculative=True, lora=True), None),
     ],
 )
-def test_serves_neighbours_of_refused_requests(engine: Any, wanted: Any, length: int) -> None:
+def test_serves_neighbours_of_refused_requests(config: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a refusal of a request that the CPU build serves."""
-    check_cpu_request(engine, wanted, length)
+    monkeypatch.setattr(cpu_faults, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    check_cpu_request(config, wanted)
 
 
 def test_refuses_live_strengths_under_data_parallelism() -> None:

@@ -31,7 +31,7 @@ from vllm_steer.frontend.requests import complete_params
 from vllm_steer.params import program_of
 from vllm_steer.plugin.entry_point import wrap_front_end
 from vllm_steer.plugin.request_state import CapacityError
-from vllm_steer.program.dynamic import stop_reason
+from vllm_steer.program.records import stop_reason
 from vllm_steer.server.http.readout_feed import ReadoutFeed
 from vllm_steer.server.http.schemas import TraceForm
 

@@ -293,6 +293,6 @@ def test_equal_conditions_of_several_edits_count_once() -> None:
     columns = list(program.layout.gates.values())
     assert [len(set(columns[:9])), len(set(columns[9:12])), len(set(columns))] == [1, 1, 3]
     assert list(program.layout.gates) == list(range(13))
-    dynamic = resolve(program, 5, 2).dynamic
+    dynamic = resolve(program, 5, 2).records
     assert dynamic is not None
     assert len(dynamic.conditions) == sum(program.num_conditions)

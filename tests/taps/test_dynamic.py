@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from vllm_steer import SteeringConfig
-from vllm_steer.program import dynamic as kinds
 from vllm_steer.program import instructions as ops
-from vllm_steer.program.dynamic import DeviceCondition
+from vllm_steer.program import records as kinds
+from vllm_steer.program.records import DeviceCondition
 from vllm_steer.taps import dynamic
 from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.reference import apply_tap

@@ -10,7 +10,8 @@ from vllm_steer.capture.readouts import FloatArray, Readouts, SteeringTrace
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.step_rows import IntArray
 from vllm_steer.program import Program
-from vllm_steer.program.dynamic import LENS, STOP_REASON_PREFIX, CompiledReadout
+from vllm_steer.program.readouts import CompiledReadout
+from vllm_steer.program.records import STOP_REASON_PREFIX
 from vllm_steer.request.selector import Interval
 
 
@@ -84,9 +85,9 @@ class ReadoutStream:
 
 def _values(readout: CompiledReadout, positions: IntArray, columns: FloatArray) -> Readouts:
     """Return the values of a readout from its columns."""
-    if not readout.head:
+    if not readout.kind.has_head:
         return Readouts(positions, columns[:, 0] if readout.scalar else columns)
-    shape = (len(positions), *((len(readout.layers),) if readout.head == LENS else ()), readout.top_k)
+    shape = (len(positions), *((len(readout.layers),) if readout.kind.has_layers else ()), readout.top_k)
     both = columns.reshape(len(positions), len(readout.layers), 2, readout.top_k)
     return Readouts(
         positions, both[:, :, 1].reshape(shape).copy(), both[:, :, 0].reshape(shape).astype(np.int32)

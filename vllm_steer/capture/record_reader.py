@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of one running sample as Python lists or as JSON, for a reader that streams them.
 
-A record is the row of numbers that the engine keeps for a token (:mod:`vllm_steer.program.dynamic`). A stream reads one
+A record is the row of numbers that the engine keeps for a token (:mod:`vllm_steer.program.records`). A stream reads one
 or a few records at a time, for which lists are faster than arrays.
 """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from vllm_steer.compat.stages import LIFECYCLE, MODEL, STARTUP, front_end_joins
+from vllm_steer.compat.stages import CPU_LORA, LIFECYCLE, MODEL, STARTUP, front_end_joins
 from vllm_steer.compat.wraps import How
 
 
@@ -107,13 +107,14 @@ _ENGINE: Final = (
     *_attributes(
         _V1,
         "the batch of a step of runner V1, and its loaded model",
-        "device get_model input_batch input_ids intermediate_tensors kv_cache_config kv_caches max_num_tokens "
-        "model_config model_memory_usage positions query_start_loc requests scheduler_config vllm_config",
+        "device discard_request_mask get_model input_batch input_ids intermediate_tensors kv_cache_config kv_caches "
+        "max_num_tokens model_config model_memory_usage positions query_start_loc requests scheduler_config "
+        "vllm_config",
     ),
     *_attributes(
         "vllm.v1.worker.gpu_input_batch:InputBatch",
         "the batch of a step of runner V1",
-        "num_computed_tokens_cpu req_ids",
+        "generators num_computed_tokens_cpu req_ids",
     ),
     *_attributes(
         "vllm.v1.worker.gpu_input_batch:CachedRequestState",
@@ -198,6 +199,11 @@ _ENGINE: Final = (
         "vllm.config.compilation:CUDAGraphMode",
         "vllm.config:CompilationMode",
         "vllm.forward_context:get_forward_context",
+    ),
+    *_imports(
+        "rows without an adapter on CPUs",
+        "vllm.lora.ops.torch_ops.lora_ops:bgmv_expand",
+        "vllm.lora.ops.torch_ops.lora_ops:bgmv_expand_slice",
     ),
     *_imports("keys of KV blocks", "vllm.utils.hashing:get_hash_fn_by_name"),
     *_imports("length of a prompt of tokens or embeddings", "vllm.utils:length_from_prompt_token_ids_or_embeds"),
@@ -364,7 +370,7 @@ _JOINED: Final = {
     join.method: Seam(
         join.method, Kind.OVERRIDE if join.how is How.OVERRIDE else Kind.WRAP, "vllm_steer/compat/stages.py", join.runs
     )
-    for join in (*STARTUP, *front_end_joins(), *LIFECYCLE, *MODEL)
+    for join in (*STARTUP, *front_end_joins(), *LIFECYCLE, *MODEL, *CPU_LORA)
     if join.method.startswith("vllm.")
 }
 

@@ -305,6 +305,13 @@ MODEL: tuple[Join, ...] = (
 )
 """Wrapped in worker processes, each only when its model gets taps."""
 
+CPU_LORA: tuple[Join, ...] = tuple(
+    Join(f"vllm.lora.{module}:bgmv_{name}", REPLACE, f"vllm_steer.engine.cpu_faults:{name}")
+    for module in ("ops.torch_ops.lora_ops", "punica_wrapper.punica_cpu")
+    for name in ("expand", "expand_slice")
+)
+"""Replaced in workers on CPUs that serve LoRA adapters."""
+
 
 def front_end_joins() -> tuple[Join, ...]:
     """Return the joins of all stages in order."""

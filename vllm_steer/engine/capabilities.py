@@ -16,10 +16,10 @@ from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, resolve
 from vllm_steer.program.compiled_edit import CompiledEdit
-from vllm_steer.program.dynamic import LENS, SAE_PREFIX, CompiledReadout
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.overflow import check_overflow
 from vllm_steer.program.program import CompiledCapture
+from vllm_steer.program.readouts import LENS, SAE_PREFIX, CompiledReadout
 from vllm_steer.request.readout import READOUTS_FIELD
 from vllm_steer.request.sites import OF_THE_MODEL
 
@@ -134,7 +134,7 @@ class Capabilities:
             self._check_capturable(capture, hooks)
         for i, readout in enumerate(program.readouts):
             self._check_readout(readout, program.readout_source(i))
-        if program.is_dynamic:
+        if program.has_records:
             self._check_dynamic(program)
 
     def _check_readout(self, readout: CompiledReadout, source: str) -> None:

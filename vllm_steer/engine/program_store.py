@@ -33,9 +33,9 @@ from vllm_steer.program import (
     TokenProgram,
     resolve,
 )
-from vllm_steer.program.dynamic import BOUND_FIELDS, CONDITION_FIELDS, STOP_COLUMN, Dynamic
 from vllm_steer.program.instructions import CAPTURE, GATE, REPLACE_AT
 from vllm_steer.program.position_runs import NO_RUN
+from vllm_steer.program.records import BOUND_FIELDS, CONDITION_FIELDS, STOP_COLUMN, RequestRecords
 from vllm_steer.program.token_program import MlpRead
 from vllm_steer.taps.dynamic import state_after
 from vllm_steer.taps.mlp import MlpHead
@@ -97,7 +97,7 @@ class ProgramStore:
         self._directions: dict[bytes, _Directions] = {}
         self._capturing = self._with_heads = 0
         # Dynamic parts of running requests, by request id.
-        self._dynamic: dict[str, Dynamic] = {}
+        self._dynamic: dict[str, RequestRecords] = {}
         self._live = LiveStrengths()
         # Largest record, in columns, most conditions, and whether any request has state, over running requests.
         self.record_width = self.num_conditions = 0
@@ -205,13 +205,13 @@ class ProgramStore:
         self.active_ranges.set(request_slot, *resolved.active_range)
         self.captured_ranges.set(request_slot, *resolved.captured_range)
         self.last_segment[request_slot] = resolved.segments[-1].start
-        if resolved.dynamic is not None:
-            if resolved.dynamic.layout.live:
+        if resolved.records is not None:
+            if resolved.records.layout.live:
                 self._live.begin(request_id, live_id(sampling_params, request_id))
-            self._add_dynamic(request_id, request_slot, resolved.dynamic)
+            self._add_dynamic(request_id, request_slot, resolved.records)
         return True
 
-    def _add_dynamic(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
+    def _add_dynamic(self, request_id: str, slot: int, dynamic: RequestRecords) -> None:
         """Write the conditions and the initial state of a request that has records."""
         self._dynamic[request_id] = dynamic
         self.record_ranges.set(slot, dynamic.record_start, dynamic.record_stop)
@@ -262,7 +262,7 @@ class ProgramStore:
         """Forget the live strengths of requests that have ended, before requests with the same ids are added."""
         self._live.end(request_ids)
 
-    def _put_initial(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
+    def _put_initial(self, request_id: str, slot: int, dynamic: RequestRecords) -> None:
         initial = np.ones(self.tables.initial.shape[1], dtype=np.float32)
         initial[STOP_COLUMN] = 0.0
         for name, value in self._live.of(request_id).items():

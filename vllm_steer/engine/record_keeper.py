@@ -21,7 +21,7 @@ from vllm_steer.capture.row_payload import RECORDS
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.capture.step_rows import StepRows
 from vllm_steer.engine.model_output import rows_of
-from vllm_steer.program.dynamic import STOP_COLUMN
+from vllm_steer.program.records import STOP_COLUMN
 
 _MAX_STEPS = 512
 """Steps after which records are split by request. Records are small, and few requests are preempted."""

@@ -6,12 +6,14 @@ V1 reorders its persistent batch, so requests with a program have slots of their
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_steer.compat.internals import FullAttentionSpec, get_pp_group, length_from_prompt_token_ids_or_embeds
+from vllm_steer.engine.cpu_faults import no_draws_for_chunks
 from vllm_steer.engine.model_output import attach_rows
 from vllm_steer.engine.model_setup import set_up_steering
 from vllm_steer.engine.step_batch import StepBatch
@@ -143,7 +145,8 @@ class SteeringRunnerV1:
         return output
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        with no_draws_for_chunks(self) if self.device.type == "cpu" else nullcontext():
+            output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         return attach_rows(output, self.steering.take_rows())
 
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:

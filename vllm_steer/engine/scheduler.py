@@ -40,7 +40,7 @@ from vllm_steer.models.discovery import caches_behind_attention, run_count
 from vllm_steer.params import PROGRAM_KEY, live_id, program_bytes, restore_program
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, TableAllocator, resolve
-from vllm_steer.program.dynamic import stop_reason
+from vllm_steer.program.records import stop_reason
 
 logger = steering_logger(__name__)
 
@@ -129,7 +129,7 @@ class SteeringSchedulerMixin:
         if impossible is not None:
             raise SteeringError("capture", impossible)
         self._with_program[request.request_id] = resolved
-        dynamic = resolved.dynamic
+        dynamic = resolved.records
         if dynamic is not None and dynamic.replays:
             # Of `min_tokens` generated tokens, the last one is the first with which generation may stop.
             first_stop = request.num_prompt_tokens + request.sampling_params.min_tokens - 1

@@ -122,7 +122,7 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
     context = context_of(input_processor)
     prompt_len = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     if context is not None:
-        check_cpu_request(input_processor, request, prompt_len)
+        check_cpu_request(input_processor.vllm_config, params)
     if program_bytes(params) is None:
         if capture_specs(params):
             raise SteeringError(f"extra_args.{CAPTURE_KEY}", "has no compiled program beside it; use `capture` instead")

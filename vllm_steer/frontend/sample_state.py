@@ -247,7 +247,7 @@ def attach_sample(output_processor: Any, request: Any) -> SampleState | None:
         sample.applied = SteeringApplied.model_validate_json(applied)
         sample.selections = Selections(program.selections, program.selected_parts)
     specs = capture_specs(request.sampling_params)
-    if specs or program.is_dynamic:
+    if specs or program.has_records:
         _begin_capture(output_processor, request, sample, program, specs)
     return sample
 
@@ -260,7 +260,7 @@ def _begin_capture(output_processor: Any, request: Any, sample: SampleState, pro
     manager, receiver = context.capture_manager, receiver_of(output_processor)
     assembler = manager.new_assembler()
     receiver.add_request(request.request_id, assembler)
-    readouts = ReadoutStream(program, assembler) if program.is_dynamic else None
+    readouts = ReadoutStream(program, assembler) if program.has_records else None
     controlled = context.controllers is not None and bool(program.layout.live) and bool(program.readouts)
     sample.capture = RunningCapture(
         manager,

@@ -35,7 +35,7 @@ def count_request(model_name: str, sampling_params: Any) -> None:
     add("requests", model_name=model_name, kind=kind or "plain")
     for edit, number in Counter(KIND_OF[step.code] for step in program.edits).items():
         add("edits", number, model_name=model_name, kind=edit)
-    for readout, number in Counter(each.kind for each in program.readouts).items():
+    for readout, number in Counter(each.kind.name for each in program.readouts).items():
         add("readouts", number, model_name=model_name, kind=readout)
 
 

@@ -18,10 +18,11 @@ from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.compiler import check_order, compile_mlp
-from vllm_steer.program.dynamic import SAE_PREFIX, TOKEN, CompiledReadout
 from vllm_steer.program.feature import FeatureVectors, SaeSite
 from vllm_steer.program.part import CompiledPart, Markers, bound_parts
 from vllm_steer.program.program import Program
+from vllm_steer.program.readouts import SAE_PREFIX, CompiledReadout
+from vllm_steer.program.records import TOKEN
 from vllm_steer.program.vector_table import VectorTable
 from vllm_steer.request import Projection, Selector, bytes_of
 from vllm_steer.request.condition import condition_source, stop_source

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_steer.program.dynamic import CompiledCondition
 from vllm_steer.program.instructions import CODES
 from vllm_steer.program.part import CompiledPart
+from vllm_steer.program.records import CompiledCondition
 from vllm_steer.request import Selector, content_digest
 from vllm_steer.request.selector import Wire
 

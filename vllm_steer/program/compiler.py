@@ -12,23 +12,21 @@ import numpy.typing as npt
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, CompiledFeature
-from vllm_steer.program.dynamic import (
+from vllm_steer.program.instructions import CODES, UNBOUNDED
+from vllm_steer.program.part import compile_parts
+from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
+from vllm_steer.program.readouts import KINDS as KINDS_OF_READOUTS
+from vllm_steer.program.readouts import CompiledMlp, CompiledReadout
+from vllm_steer.program.records import (
     HELD,
-    LENS,
     OVER_CODES,
     PREVIOUS_CODES,
-    SAE_PREFIX,
     TOKEN,
     WINDOW_CODES,
     CompiledBound,
     CompiledCondition,
-    CompiledMlp,
-    CompiledReadout,
     CompiledStop,
 )
-from vllm_steer.program.instructions import CODES, UNBOUNDED
-from vllm_steer.program.part import compile_parts
-from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.program.vector_table import VectorTable
 from vllm_steer.request import (
     KINDS,
@@ -237,7 +235,6 @@ def _compile_readout(readout: Readout, vectors: VectorTable) -> CompiledReadout:
     directions = readout.directions
     indices: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-    head = LENS if readout.kind == "lens" else SAE_PREFIX + readout.sae if readout.kind == "sae" else ""
     mlp = None
     if readout.mlp is not None:
         indices = vectors.add_directions(readout.mlp.weights, f"readouts.{readout.name}.probe.weights")
@@ -250,7 +247,7 @@ def _compile_readout(readout: Readout, vectors: VectorTable) -> CompiledReadout:
         indices = vectors.add_directions(directions, f"readouts.{readout.name}.{readout.kind}")
     return CompiledReadout(
         name=readout.name,
-        scalar=readout.kind == "probe",
+        scalar=KINDS_OF_READOUTS[readout.kind].is_scalar,
         point=POINT_NAMES.index(readout.point),
         layer=readout.layer,
         vectors=indices,
@@ -258,7 +255,7 @@ def _compile_readout(readout: Readout, vectors: VectorTable) -> CompiledReadout:
         sigmoid=readout.sigmoid,
         tokens=_tokens_of(readout.tokens),
         probes=names,
-        head=head,
+        head=KINDS_OF_READOUTS[readout.kind].head + readout.sae,
         top_k=readout.top_k,
         layers=readout.layers,
         cosine=readout.cosine,
@@ -278,7 +275,7 @@ def _find_probe(name: str, readouts: Sequence[Readout], numbers: Mapping[str, in
         raise SteeringError(
             f"{field}.readout", f"{name!r} is not among the request's readouts; {_use_instead(name, numbers)}"
         )
-    if readouts[numbers[name]].kind != "probe":
+    if not KINDS_OF_READOUTS[readouts[numbers[name]].kind].is_scalar:
         raise SteeringError(f"{field}.readout", f"{name!r} has several values per token; name a readout with one probe")
     return numbers[name]
 

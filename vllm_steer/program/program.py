@@ -17,19 +17,11 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_TOP_K
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, edit_digest
-from vllm_steer.program.dynamic import (
-    PART,
-    STOP,
-    STOP_COLUMN,
-    TOKEN,
-    CompiledCondition,
-    CompiledReadout,
-    CompiledStop,
-    RecordLayout,
-)
 from vllm_steer.program.instructions import CODES, KIND_OF
 from vllm_steer.program.part import CompiledPart
 from vllm_steer.program.program_cache import CachedProgram, ProgramCache
+from vllm_steer.program.readouts import CompiledReadout
+from vllm_steer.program.records import PART, STOP, STOP_COLUMN, TOKEN, CompiledCondition, CompiledStop, RecordLayout
 from vllm_steer.request import Selector, content_digest, projection_digest
 from vllm_steer.request.condition import condition_source, stop_source
 from vllm_steer.request.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
@@ -231,7 +223,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         return np.frombuffer(self.vectors[index], dtype="<f4")
 
     @cached_property
-    def is_dynamic(self) -> bool:
+    def has_records(self) -> bool:
         """Whether tokens of the request have records."""
         return bool(self.readouts) or any(edit.live or edit.parts for edit in self.edits)
 
@@ -310,7 +302,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         return sum(len(edit.when) for edit in gated) + len(self.stops), spans
 
     @cached_property
-    def dynamic_digest(self) -> bytes:
+    def records_digest(self) -> bytes:
         """Digest of everything that decides about gated edits: readouts and all edits."""
         readouts = [
             (*msgspec.structs.astuple(readout), [self.digests[index] for index in readout.vectors])

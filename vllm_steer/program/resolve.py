@@ -21,10 +21,11 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BOUNDARIES, MAX_SEGMENTS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.compiled_edit import CompiledEdit
-from vllm_steer.program.dynamic import TOKEN, CompiledReadout, Dynamic
 from vllm_steer.program.position_runs import EditStep, PositionRun, covered_intervals, edit_steps
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
-from vllm_steer.program.resolve_dynamic import read_intervals, resolve_dynamic
+from vllm_steer.program.readouts import CompiledReadout
+from vllm_steer.program.records import TOKEN, RequestRecords
+from vllm_steer.program.resolve_records import read_intervals, resolve_records
 from vllm_steer.program.token_program import (
     N_POINTS,
     UNPROJECTED,
@@ -45,7 +46,7 @@ _MAX_CACHED = 64
 """Resolutions cached per program."""
 
 
-class _DynamicParts(msgspec.Struct, frozen=True, array_like=True):
+class _RecordParts(msgspec.Struct, frozen=True, array_like=True):
     """What a token reads, its gates, and the packed columns of the factors of its edits."""
 
     reads: tuple[Read, ...]
@@ -87,7 +88,7 @@ class Resolved:
     """The segments of a request: starts ascend from 0, and neighbours have different token programs."""
 
     segments: tuple[Segment, ...]
-    dynamic: Dynamic | None = None
+    records: RequestRecords | None = None
     """Readouts, gates, stops and live strengths; None if the request has none."""
 
     @cached_property
@@ -141,7 +142,7 @@ class Resolved:
     def first_needed_position(self) -> int | None:
         """First position that must be computed rather than taken from the prefix cache; None if there is none."""
         first = self.first_captured_position
-        other = None if self.dynamic is None else self.dynamic.first_needed
+        other = None if self.records is None else self.records.first_needed
         return min((each for each in (first, other) if each is not None), default=None)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, Segment]]:
@@ -192,8 +193,8 @@ def resolve(
     cache, key = program.resolve_cache, (prompt_len, num_layers, stage_layers, caches_behind_attention)
     resolved: Resolved | None = cache.get(key)
     if resolved is None:
-        dynamic = resolve_dynamic(program, prompt_len) if program.is_dynamic else None
-        resolved = Resolved(tuple(islice(_segments(program, *key), max_segments + 1)), dynamic)
+        records = resolve_records(program, prompt_len) if program.has_records else None
+        resolved = Resolved(tuple(islice(_segments(program, *key), max_segments + 1)), records)
     if len(resolved.segments) > max_segments:
         raise SteeringError(
             "steering",
@@ -218,9 +219,9 @@ def _segments(
         captures = tuple(program.captures[part - num_edits] for part in parts[split:end])
         steps = edit_steps(program, parts[:split], prompt_len, start, stop)
         parts_of_edits = _EditParts(tuple(program.edits[part] for part in parts[:split]), *steps)
-        dynamics = _dynamic_parts(program, parts[:split], [part - num_edits - num_captures for part in parts[end:]])
+        recorded = _record_parts(program, parts[:split], [part - num_edits - num_captures for part in parts[end:]])
         token_program = (
-            _token_program(parts_of_edits, captures, program, num_layers, stage_layers, dynamics) if parts else None
+            _token_program(parts_of_edits, captures, program, num_layers, stage_layers, recorded) if parts else None
         )
         # The operands of a matrix count from the start of their segment.
         is_new = previous is None or parts_of_edits.runs or _digest_of(previous.program) != _digest_of(token_program)
@@ -259,9 +260,9 @@ def _spans(program: Program, prompt_len: int) -> Iterator[tuple[int, int, list[i
         yield begun[0], OPEN_END, begun[1]
 
 
-def _dynamic_parts(program: Program, edits: list[int], readouts: list[int]) -> _DynamicParts | None:
+def _record_parts(program: Program, edits: list[int], readouts: list[int]) -> _RecordParts | None:
     """Return the reads, gates and factors of a token with these edits and readouts."""
-    if not program.is_dynamic:
+    if not program.has_records:
         return None
     layout = program.layout
     reads = [
@@ -310,7 +311,7 @@ def _dynamic_parts(program: Program, edits: list[int], readouts: list[int]) -> _
         for readout in (program.readouts[number],)
         if readout.mlp
     ]
-    return _DynamicParts(tuple(reads), tuple(gates), tuple(factors) if any(factors) else (), tuple(heads))
+    return _RecordParts(tuple(reads), tuple(gates), tuple(factors) if any(factors) else (), tuple(heads))
 
 
 def _mlp_read(program: Program, readout: CompiledReadout) -> MlpRead | None:
@@ -356,7 +357,7 @@ def _token_program(
     program: Program,
     num_layers: int,
     stage_layers: range | None,
-    dynamics: _DynamicParts | None,
+    recorded: _RecordParts | None,
 ) -> TokenProgram:
     every = range(num_layers)
     wanted = {
@@ -364,7 +365,7 @@ def _token_program(
         for capture in captures
         for layer in layers_of(capture, every)
     }
-    heads = () if dynamics is None else dynamics.heads
+    heads = () if recorded is None else recorded.heads
     stored = {each[:2] for each in wanted} | {(head.site_number, False) for head in heads}
     captured_sites = tuple(CaptureSite(number, before) for number, before in sorted(stored))
     names = {NO_PROJECTION: UNPROJECTED, **dict(enumerate(program.projection_digests))}
@@ -372,8 +373,8 @@ def _token_program(
     if edits.runs:
         content.append(b"runs:" + msgspec.msgpack.encode(edits.runs))
     content += sorted(b"read%d:%d:%s" % (number, before, names[projection]) for number, before, projection in wanted)
-    if dynamics is not None:
-        content.append(b"dynamic:" + msgspec.msgpack.encode(dynamics))
+    if recorded is not None:
+        content.append(b"dynamic:" + msgspec.msgpack.encode(recorded))
     digest = hashlib.blake2b(b"|".join(content), digest_size=16).digest()
     if stage_layers is not None:
         captured_sites = tuple(
@@ -390,8 +391,8 @@ def _token_program(
         if rows:
             indices, codes = tuple(index_of[row] for row in rows), tuple(row.code for row in rows)
             row_formats.append(RowFormat(names[projection], needed, indices, codes))
-    if dynamics is not None:
-        directions += [read.vector for read in dynamics.reads]
+    if recorded is not None:
+        directions += [read.vector for read in recorded.reads]
         directions += [digest for head in heads if head.mlp for digest in head.mlp.vectors]
     needed_by_edits = [
         program.digests[index]
@@ -401,8 +402,8 @@ def _token_program(
     needed_by_edits += [digest for run in edits.runs for digest in dict.fromkeys(run.vectors) if digest]
     vectors = (*needed_by_edits, *dict.fromkeys(directions))
     layers = every if stage_layers is None else stage_layers
-    if dynamics is None:
-        dynamics = _DynamicParts((), (), ())
+    if recorded is None:
+        recorded = _RecordParts((), (), ())
     return TokenProgram(
         digest,
         edits.edits,
@@ -410,9 +411,9 @@ def _token_program(
         captured_sites,
         layers,
         tuple(row_formats),
-        dynamics.reads,
-        dynamics.gates,
-        dynamics.factors,
+        recorded.reads,
+        recorded.gates,
+        recorded.factors,
         edits.steps,
         edits.runs,
         tuple((head, index_of[CaptureSite(head.site_number, False)]) for head in heads),
@@ -441,7 +442,7 @@ def _kv_digest(parts: _EditParts, num_layers: int, last: int | None, program: Pr
     if not digests:
         return None
     if any(edit.when for edit in edits):
-        digests.append(program.dynamic_digest)
+        digests.append(program.records_digest)
     if any(edit.parts or any(each.kind != TOKEN for each in edit.when) for edit in edits):
         digests.append(b"prompt%d" % prompt_len)
     return hashlib.blake2b(b"".join(digests), digest_size=16).digest()

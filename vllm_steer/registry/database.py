@@ -10,7 +10,6 @@ revision, so one small query detects a newer state, also after the database was 
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,14 +19,13 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from vllm_steer.errors import SteeringError
 from vllm_steer.registry.database_engine import ANSWER_SECONDS, LOCK_SECONDS, WRITES, create_engine
 from vllm_steer.registry.errors import FIELD, RegistryUnavailableError
 from vllm_steer.registry.index import RegistryIndex, decode_index, encode_index
 from vllm_steer.registry.location import show_location, split_url
-from vllm_steer.registry.module import Module
-from vllm_steer.registry.module_files import read_module, write_module
+from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.snapshot import Snapshot
+from vllm_steer.registry.storage import RegistryStore
 
 T = TypeVar("T")
 
@@ -57,8 +55,8 @@ _WRITER_SETTINGS = (
 )
 
 
-class DatabaseStore:
-    """Registry storage in a database. Thread-safe; implements `RegistryStore`."""
+class DatabaseStore(RegistryStore):
+    """Registry storage in a database."""
 
     is_remote = True
 
@@ -68,10 +66,9 @@ class DatabaseStore:
         Raises:
             SteeringError: The URL is invalid, the database cannot be used, or its state is damaged.
         """
+        super().__init__()
         parts = split_url(url, FIELD)
         self._shown = show_location(url)
-        self._lock = threading.RLock()
-        self._snapshot = Snapshot()
         self._revision = ""
         self._silent_until = 0.0
         self._is_postgresql = parts.scheme == "postgresql"
@@ -80,11 +77,6 @@ class DatabaseStore:
             if not self._transact(_has_state):
                 self._transact(self._create_tables, writes=True)
         self.refresh()
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """Snapshot that this process read last."""
-        return self._snapshot
 
     def is_stale(self) -> bool:
         """Return whether there is a newer state. Queries the database, so it must not run in an event loop."""
@@ -144,20 +136,16 @@ class DatabaseStore:
             raise RegistryUnavailableError(FIELD, f"the table {STATE.name} has lost its row", self._shown)
         if row.revision == self._revision:
             return self._revision, self._snapshot
-        index = decode_index(row.state)
-        needed = index.digests()
-        contents = {digest: module for digest, module in self._snapshot.contents.items() if digest in needed}
-        problems: dict[str, str] = {}
-        for digest in needed - contents.keys():
+
+        def read(digest: str) -> bytes:
             data = connection.execute(sa.select(OBJECTS.c.content).where(OBJECTS.c.digest == digest)).scalar()
             if data is None:
-                problems[digest] = "its content is missing from the registry's database"
-                continue
-            try:
-                contents[digest] = _read_content(digest, bytes(data))
-            except SteeringError as error:
-                problems[digest] = f"its content in the registry's database is damaged: {error}"
-        return row.revision, Snapshot(index, contents, problems)
+                raise FileNotFoundError
+            return bytes(data)
+
+        index = decode_index(row.state)
+        snapshot, _ = self._read_contents(index, read, "its content in the registry's database")
+        return row.revision, snapshot
 
     def _store(self, connection: sa.Connection, state: bytes, old: Snapshot, new: Snapshot) -> str:
         """Write a snapshot and return its revision."""
@@ -226,10 +214,3 @@ def _has_state(connection: sa.Connection) -> bool:
 
 def _read_revision(connection: sa.Connection) -> str | None:
     return connection.execute(sa.select(STATE.c.revision).where(_ROW)).scalar_one_or_none()
-
-
-def _read_content(digest: str, data: bytes) -> Module:
-    module, _ = read_module(data)
-    if module.digest != digest:
-        raise SteeringError(digest, f"the file contains {module.digest}")
-    return module

@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,9 +40,10 @@ from vllm_steer.fs.dirfd import (
 from vllm_steer.fs.mounts import WARNED, find_refusal, mount_of
 from vllm_steer.registry.errors import FIELD, RegistryUnavailableError
 from vllm_steer.registry.index import MAX_INDEX_BYTES, RegistryIndex, decode_index, encode_index
-from vllm_steer.registry.module import DIGEST_PREFIX, Module
-from vllm_steer.registry.module_files import read_module, write_module
+from vllm_steer.registry.module import DIGEST_PREFIX
+from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.snapshot import Snapshot
+from vllm_steer.registry.storage import RegistryStore, reason_of
 
 INDEX, LOCK, OBJECTS, SUFFIX, RESERVED = "index.json", "lock", "objects", ".safetensors", "reserved"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -53,10 +53,8 @@ RETRY_SECONDS = 1.0
 """Interval between attempts to read content after an I/O error."""
 
 
-class DirectoryStore:
-    """Registry storage in a directory. Thread-safe; implements `RegistryStore`."""
-
-    is_remote = False
+class DirectoryStore(RegistryStore):
+    """Registry storage in a directory."""
 
     def __init__(self, path: str | Path) -> None:
         """Open the directory, which is created if it does not exist.
@@ -65,9 +63,8 @@ class DirectoryStore:
             SteeringError: It is a symbolic link, belongs to another user, is writable by others, contains a damaged
                 index, or is on a file system without locks that hold on all hosts.
         """
+        super().__init__()
         self.path = Path(path)
-        self._lock = threading.RLock()
-        self._snapshot = Snapshot()
         self._index_fd = -1
         self._retry_at: float | None = None
         with _report_errors(self.path):
@@ -84,11 +81,6 @@ class DirectoryStore:
                     write_atomic(INDEX, msgspec.json.encode(RegistryIndex()), self._root)
                 self._reserve()
         self.refresh()
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """Snapshot that this process read last."""
-        return self._snapshot
 
     def is_stale(self) -> bool:
         """Return whether there is a newer index, or whether it is time to retry content that could not be read."""
@@ -154,39 +146,25 @@ class DirectoryStore:
         fd, adopted = open_readonly(INDEX, self._root), False
         try:
             index = decode_index(read_regular(fd, f"{FIELD}: {INDEX}", MAX_INDEX_BYTES))
-            needed = index.digests()
-            contents = {digest: module for digest, module in self._snapshot.contents.items() if digest in needed}
-            problems: dict[str, str] = {}
-            missing = retry = False
-            for digest in needed - contents.keys():
-                try:
-                    contents[digest] = self._read_object(digest)
-                except FileNotFoundError:
-                    missing = True
-                    problems[digest] = "its file is missing from the registry's directory"
-                except SteeringError as error:
-                    problems[digest] = f"its file in the registry's directory is damaged: {error}"
-                except OSError as error:
-                    problems[digest] = f"its file in the registry's directory cannot be read: {_reason(error)}"
-                    retry = retry or error.errno != errno.ELOOP  # a symbolic link is a permanent error
+            snapshot, failures = self._read_contents(index, self._read_object, "its file in the registry's directory")
+            missing = any(isinstance(error, FileNotFoundError) for error in failures)
+            # A symbolic link is a permanent error, and so is a missing file.
+            retry = any(error.errno not in (errno.ELOOP, errno.ENOENT) for error in failures)
             if missing and not self._is_current(fd):
                 return  # a concurrent writer published a newer index and removed the file
-            self._adopt(fd, Snapshot(index, contents, problems))
+            self._adopt(fd, snapshot)
             adopted = True
             self._retry_at = time.monotonic() + RETRY_SECONDS if retry else None
         finally:
             if not adopted:
                 os.close(fd)
 
-    def _read_object(self, digest: str) -> Module:
+    def _read_object(self, digest: str) -> bytes:
         fd = open_readonly(_file_name(digest), self._objects)
         try:
-            module, _ = read_module(read_regular(fd, _file_name(digest)))
+            return read_regular(fd, _file_name(digest))
         finally:
             os.close(fd)
-        if module.digest != digest:
-            raise SteeringError(digest, f"the file contains {module.digest}")
-        return module
 
     def _adopt(self, index_fd: int, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -253,10 +231,6 @@ def _file_name(digest: str) -> str:
     return name + SUFFIX
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
 def _is_another(path: Path, root: int) -> bool:
     try:
         return not os.path.samestat(path.stat(), os.fstat(root))
@@ -272,4 +246,4 @@ def _report_errors(path: Path, root: int = -1) -> Iterator[None]:
     except OSError as error:
         if root >= 0 and _is_another(path, root):
             raise RegistryUnavailableError(FIELD, "its folder was replaced; restart the server", str(path)) from error
-        raise RegistryUnavailableError(FIELD, f"it cannot be read or written: {_reason(error)}", str(path)) from error
+        raise RegistryUnavailableError(FIELD, f"it cannot be read or written: {reason_of(error)}", str(path)) from error

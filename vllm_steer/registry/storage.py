@@ -4,30 +4,40 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
+from vllm_steer.errors import SteeringError
+from vllm_steer.registry.index import RegistryIndex
 from vllm_steer.registry.location import is_url
+from vllm_steer.registry.module_files import read_module
 from vllm_steer.registry.snapshot import Snapshot
 
 
-class RegistryStore(Protocol):
+class RegistryStore(ABC):
     """Storage of the current registry state. Implementations are thread-safe."""
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether `is_stale` can wait for another machine, so that an event loop must not call it."""
+    is_remote = False
+    """Whether `is_stale` can wait for another machine, so that an event loop must not call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._snapshot = Snapshot()
 
     @property
     def snapshot(self) -> Snapshot:
         """Snapshot that this process read last."""
+        return self._snapshot
 
+    @abstractmethod
     def is_stale(self) -> bool:
         """Return whether another process has changed the state since; fast enough to call for every request."""
 
+    @abstractmethod
     def refresh(self) -> Snapshot:
         """Return the newest snapshot; raises ``RegistryUnavailableError``."""
 
+    @abstractmethod
     def change(self, update: Callable[[Snapshot], Snapshot]) -> Snapshot:
         """Apply ``update`` to the newest snapshot. When this returns, the result is stored and visible to others.
 
@@ -35,30 +45,59 @@ class RegistryStore(Protocol):
         ``RegistryUnavailableError``.
         """
 
+    def _read_contents(
+        self, index: RegistryIndex, read: Callable[[str], bytes], what: str
+    ) -> tuple[Snapshot, list[OSError]]:
+        """Return the snapshot of an index. Content that is already in memory is not read again.
 
-class MemoryStore:
+        Args:
+            index: The index.
+            read: Returns the safetensors file with that digest; raises OSError.
+            what: Name of such a file, for errors.
+
+        Returns:
+            The snapshot, with the reason for each content that cannot be read, and the errors of ``read``.
+        """
+        needed = index.digests()
+        contents = {digest: module for digest, module in self._snapshot.contents.items() if digest in needed}
+        problems: dict[str, str] = {}
+        failures: list[OSError] = []
+        for digest in needed - contents.keys():
+            try:
+                module, _ = read_module(read(digest))
+                if module.digest != digest:
+                    raise SteeringError(digest, f"the file contains {module.digest}")
+                contents[digest] = module
+            except SteeringError as error:
+                problems[digest] = f"{what} is damaged: {error}"
+            except OSError as error:
+                failures.append(error)
+                is_missing = isinstance(error, FileNotFoundError)
+                problems[digest] = f"{what} " + ("is missing" if is_missing else f"cannot be read: {reason_of(error)}")
+        return Snapshot(index, contents, problems), failures
+
+
+class MemoryStore(RegistryStore):
     """Storage in the memory of one process."""
 
-    is_remote = False
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._snapshot = Snapshot()
-
-    @property
-    def snapshot(self) -> Snapshot:
-        return self._snapshot
-
     def is_stale(self) -> bool:
+        """Return False: there is no other process."""
         return False
 
     def refresh(self) -> Snapshot:
+        """Return the snapshot."""
         return self._snapshot
 
     def change(self, update: Callable[[Snapshot], Snapshot]) -> Snapshot:
+        """Apply ``update`` to the snapshot, as `RegistryStore.change` specifies."""
         with self._lock:
             self._snapshot = update(self._snapshot)
             return self._snapshot
+
+
+def reason_of(error: OSError) -> str:
+    """Return the reason of an error without its path."""
+    return error.strerror or str(error)
 
 
 def open_store(location: str) -> RegistryStore:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_steer.program.dynamic import (
+from vllm_steer.program.records import (
     BOUND_FIELDS,
     CONDITION_FIELDS,
     EMA,

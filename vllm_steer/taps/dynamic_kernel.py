@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_steer.program import dynamic as kinds
+from vllm_steer.program import records as kinds
 from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.tables import Tables
 

@@ -25,12 +25,12 @@ table               shape, dtype             meaning
 ``token_base``      [tokens] int64           arena offset of a token's captured rows
 ``arena``           [captured, hidden]       captured rows of the running step, by token, in the model's dtype
 ``record``          [tokens, columns] f32    readouts and factors of the tokens of the running step, see
-                                             :mod:`vllm_steer.program.dynamic`
+                                             :mod:`vllm_steer.program.records`
 ``replayed``        [tokens] int32           1 for tokens whose record was computed before a preemption
 ``initial``         [requests, columns] f32  record of a token before its step: 1 for factors, the live strengths
 ``condition``       [requests, c, 9] int32   kind, readout's column, factor's column, first and stop of the folded
                                              positions, count, first position scaled, number of the stop, column of the
-                                             folded tokens; see :class:`~vllm_steer.program.dynamic.DeviceCondition`
+                                             folded tokens; see :class:`~vllm_steer.program.records.DeviceCondition`
 ``bound``           [requests, c, 6] f32     threshold, sign, sharpness, release, sign of release (0 for none), alpha
 ``carry``           [requests, d, c] f64     state of each condition after the last step without its last 0, 1, ...
                                              tokens, which are drafts that may be rejected
@@ -55,7 +55,7 @@ import torch
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.points import PointName, columns_of, points_on
-from vllm_steer.program.dynamic import BOUND_FIELDS, CONDITION_FIELDS
+from vllm_steer.program.records import BOUND_FIELDS, CONDITION_FIELDS
 from vllm_steer.taps.user_hooks import UserHooks
 
 OPEN_END = 2**31 - 1

@@ -27,6 +27,7 @@ from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.frontend.sample_state import RunningCapture, SampleState
 from vllm_steer.params import program_of
+from vllm_steer.program.readouts import KINDS
 from vllm_steer.server.http import readout_feed
 from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
@@ -340,11 +341,11 @@ def test_choose_positions() -> None:
 def test_heads_have_indices_and_values() -> None:
     """Catches token ids as floats, layers in one list, and values beside the wrong indices."""
     rows = [[0.0, 7.0, 3.0, -0.5, -1.5, 2.0, 9.0, -0.25, -4.0], [0.0, 1.0, 0.0, -1.0, -2.0, 5.0, 4.0, -3.0, -3.5]]
-    assert readout_feed._split(rows, 1, 8, 2, is_lens=True) == {
+    assert readout_feed._split(rows, 1, 8, 2, KINDS["lens"]) == {
         "token_ids": [[[7, 3], [2, 9]], [[1, 0], [5, 4]]],
         "logprobs": [[[-0.5, -1.5], [-0.25, -4.0]], [[-1.0, -2.0], [-3.0, -3.5]]],
     }
-    assert readout_feed._split([[0.0, 7.0, -1.0, 2.5, 0.0]], 1, 4, 2, is_lens=False) == {
+    assert readout_feed._split([[0.0, 7.0, -1.0, 2.5, 0.0]], 1, 4, 2, KINDS["sae"]) == {
         "indices": [[7, -1]],
         "values": [[2.5, 0.0]],
     }

@@ -270,7 +270,7 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
         context.consumers = tuple(fields[CAPTURE_FIELD])
     if PROGRAM_KEY in compiled:
         program = program_of(params)
-        context.dynamic = program is not None and program.is_dynamic
+        context.dynamic = program is not None and program.has_records
         if program is not None and context.dynamic:
             _reserve_records(program, params, context)
         context.prompts += 1

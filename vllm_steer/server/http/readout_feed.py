@@ -16,13 +16,11 @@ from vllm_steer.capture.record_reader import Record
 from vllm_steer.frontend.sample_state import sample_of
 from vllm_steer.metrics.requests import count_gates
 from vllm_steer.program import Program
-from vllm_steer.program.dynamic import LENS
+from vllm_steer.program.readouts import ReadoutKind
 from vllm_steer.request.selector import Interval
 
 READOUTS_KEY, TRACE_KEY = "readouts", "steering_trace"
 """Names of the response fields."""
-_FIELDS = {"": ("values",), "sae": ("indices", "values"), LENS: ("token_ids", "logprobs")}
-"""Fields of a readout beside ``positions``, by the kind of its head."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -40,8 +38,7 @@ class _Readout(NamedTuple):
     name: str
     column: int
     width: int
-    scalar: bool
-    is_lens: bool
+    kind: ReadoutKind
     top_k: int
 
 
@@ -64,8 +61,7 @@ class ReadoutFeed:
         self._state, self._sample, program = state, sample, sample.readouts.program
         self._reader = sample.read_records(state)
         self._empty = {
-            readout.name: dict.fromkeys(("positions", *_FIELDS[readout.head.partition(":")[0]]), ())
-            for readout in program.readouts
+            readout.name: dict.fromkeys(("positions", *readout.kind.fields), ()) for readout in program.readouts
         }
         self._by_tokens = _readouts_by_tokens(program, state.prompt_len)
         self._gates = [
@@ -103,11 +99,11 @@ class ReadoutFeed:
             if not chosen:
                 continue
             columns = list(zip(*rows, strict=False))
-            for name, column, width, scalar, is_lens, top_k in readouts:
+            for name, column, width, kind, top_k in readouts:
                 if top_k:
-                    found[name] = {"positions": chosen, **_split(rows, column, width, top_k, is_lens=is_lens)}
+                    found[name] = {"positions": chosen, **_split(rows, column, width, top_k, kind)}
                     continue
-                values = columns[column] if scalar else [row[column : column + width] for row in rows]
+                values = columns[column] if kind.is_scalar else [row[column : column + width] for row in rows]
                 found[name] = {"positions": chosen, "values": values}
         return found
 
@@ -176,9 +172,7 @@ def _readouts_by_tokens(program: Program, prompt_len: int) -> list[tuple[_Tokens
     groups: dict[_Tokens, list[_Readout]] = {}
     for readout, column in zip(program.readouts, program.layout.readouts, strict=True):
         tokens = _Tokens(readout.selector.intervals(prompt_len), program.layout.parts.get(readout.parts, 0))
-        groups.setdefault(tokens, []).append(
-            _Readout(readout.name, column, readout.width, readout.scalar, readout.head == LENS, readout.top_k)
-        )
+        groups.setdefault(tokens, []).append(_Readout(readout.name, column, readout.width, readout.kind, readout.top_k))
     return list(groups.items())
 
 
@@ -217,19 +211,20 @@ def _template(groups: list[tuple[_Tokens, list[_Readout]]]) -> _Template | None:
         return None
     tokens, readouts = groups[0]
     columns = [each.column for each in readouts]
-    if not all(each.scalar for each in readouts) or columns != list(range(columns[0], columns[0] + len(columns))):
+    scalar = all(each.kind.is_scalar for each in readouts)
+    if not scalar or columns != list(range(columns[0], columns[0] + len(columns))):
         return None
     return _Template(readouts, tokens.intervals)
 
 
-def _split(rows: list[Record], column: int, width: int, top_k: int, *, is_lens: bool) -> dict[str, Any]:
+def _split(rows: list[Record], column: int, width: int, top_k: int, kind: ReadoutKind) -> dict[str, Any]:
     """Return indices and values of a head, by position, and by layer for a lens."""
     starts = range(column, column + width, 2 * top_k)
-    indices = [[[int(number) for number in row[start : start + top_k]] for start in starts] for row in rows]
-    values = [[row[start + top_k : start + 2 * top_k] for start in starts] for row in rows]
-    if is_lens:
-        return {"token_ids": indices, "logprobs": values}
-    return {"indices": [each for (each,) in indices], "values": [each for (each,) in values]}
+    indices: list[Any] = [[[int(number) for number in row[start : start + top_k]] for start in starts] for row in rows]
+    values: list[Any] = [[row[start + top_k : start + 2 * top_k] for start in starts] for row in rows]
+    if not kind.has_layers:
+        indices, values = [each for (each,) in indices], [each for (each,) in values]
+    return dict(zip(kind.fields, (indices, values), strict=True))
 
 
 def _choose(positions: list[int], records: list[Record], tokens: _Tokens) -> tuple[list[int], list[Record]]:

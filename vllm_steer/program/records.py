@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled readouts, conditions and stops of a program, and the layout of the record of a token.
+"""Compiled conditions and stops of a program, and the records of the tokens of a request.
 
 A record is a row of float32 numbers that every token of a request with readouts, gates, stops or live strengths has on
 the device. Column 0 holds the number of the stop that ends generation with this token, 0 for none. Then follow the
@@ -13,10 +13,8 @@ from math import inf, nan
 
 import msgspec
 
-from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
 from vllm_steer.request import OPEN_END, Selector
-from vllm_steer.request.mlp import ACTIVATIONS
 from vllm_steer.request.selector import Wire
 
 TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, MEAN, MAX, EMA, HELD, PART, STOP = range(1, 13)
@@ -28,81 +26,9 @@ OVER_CODES: dict[str, int] = {"mean": PROMPT_MEAN, "max": PROMPT_MAX, "last": PR
 PREVIOUS_CODES: dict[str, int] = {"mean": MEAN, "max": MAX, "last": PREVIOUS, "ema": EMA}
 OF_PROMPT = frozenset(OVER_CODES.values())
 STOP_COLUMN = 0
-LENS, SAE_PREFIX = "lens", "sae:"
-"""Heads: functions of a row of the stream with many outputs, of which the largest are recorded."""
 
 _STOP_REASON = "readout {} is {:.6g} at position {}"
 STOP_REASON_PREFIX = _STOP_REASON.partition("{")[0]
-
-
-class CompiledMlp(msgspec.Struct, frozen=True, array_like=True):
-    """The second half of a probe with a hidden layer, whose weights are vectors of the program."""
-
-    activation: str
-    biases: bytes
-    """float32 ``[n]``."""
-    outputs: bytes
-    """float32 ``[n]``."""
-
-    def is_sound(self, width: int) -> bool:
-        """Return whether the parts fit a hidden layer of ``width`` units."""
-        return len(self.biases) == len(self.outputs) == 4 * width and self.activation in ACTIVATIONS
-
-
-class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
-    """A readout: products of the stream at a site with vectors of the program.
-
-    ``probes`` names probes of modules instead of vectors until the request is composed.
-    """
-
-    name: str
-    scalar: bool
-    point: int
-    layer: int
-    vectors: tuple[int, ...]
-    bias: float
-    sigmoid: bool
-    tokens: Wire
-    probes: tuple[str, ...] = ()
-    head: str = ""
-    """:data:`LENS`, or :data:`SAE_PREFIX` and the name of an autoencoder; empty for products with vectors."""
-    top_k: int = 0
-    """Number of the largest outputs of the head that are returned, for each of ``layers``."""
-    layers: tuple[int, ...] = ()
-    cosine: bool = False
-    """Whether each product is divided by the norms of its factors."""
-    parts: tuple[CompiledPart, ...] = ()
-    """Parts of the output to which the returned tokens are restricted."""
-    mlp: CompiledMlp | None = None
-    """The rest of a probe with a hidden layer; None for other readouts."""
-    omitted: tuple[str, ...] = ()
-    """Fields that the named probe or the autoencoder fills in when the request is composed. `site` means that the site
-    of the autoencoder is not compared yet."""
-
-    @property
-    def site_number(self) -> int:
-        """Number of the site."""
-        return self.layer * len(POINT_NAMES) + self.point
-
-    @property
-    def kind(self) -> str:
-        """Kind of the readout, as in metrics."""
-        return self.head.partition(":")[0] or ("probe" if self.scalar else "projections")
-
-    @property
-    def width(self) -> int:
-        """Number of columns. For each of its layers, a head has the indices of its largest outputs, then their values.
-
-        Indices are exact in float32 up to 2^24.
-        """
-        if self.head:
-            return 2 * self.top_k * len(self.layers)
-        return 1 if self.mlp else len(self.vectors or self.probes)
-
-    @property
-    def selector(self) -> Selector:
-        """The tokens whose values are returned."""
-        return Selector.from_wire(self.tokens)
 
 
 class CompiledBound(msgspec.Struct, frozen=True, array_like=True):
@@ -222,8 +148,8 @@ class DeviceCondition:
 
 
 @dataclass(frozen=True)
-class Dynamic:
-    """The readouts, gates, stops and live strengths of a program, for a prompt length."""
+class RequestRecords:
+    """The records of a request: readouts, gates, stops and live strengths of its program, for a prompt length."""
 
     layout: RecordLayout
     conditions: tuple[DeviceCondition, ...]

@@ -6,7 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program.dynamic import (
+from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
+from vllm_steer.program.program import Program
+from vllm_steer.program.records import (
     OF_PROMPT,
     PART,
     PROMPT_MEAN,
@@ -16,10 +18,8 @@ from vllm_steer.program.dynamic import (
     CompiledBound,
     CompiledCondition,
     DeviceCondition,
-    Dynamic,
+    RequestRecords,
 )
-from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
-from vllm_steer.program.program import Program
 from vllm_steer.request.condition import condition_source
 from vllm_steer.request.selector import OPEN_END, Interval
 
@@ -52,7 +52,7 @@ def read_intervals(program: Program, readout: int, prompt_len: int) -> tuple[Int
     return _merged(intervals)
 
 
-def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
+def resolve_records(program: Program, prompt_len: int) -> RequestRecords:
     """Resolve the dynamic parts of a program.
 
     Raises:
@@ -116,7 +116,7 @@ def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
     elif program.stops or layout.parts:
         starts.append(prompt_len)
         stops.append(OPEN_END)
-    return Dynamic(
+    return RequestRecords(
         layout,
         tuple(conditions),
         min((each for each in needed if each < OPEN_END), default=None),

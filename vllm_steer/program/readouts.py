@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of readouts, and compiled readouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import msgspec
+
+from vllm_steer.points import POINT_NAMES
+from vllm_steer.program.part import CompiledPart
+from vllm_steer.request import Selector
+from vllm_steer.request.mlp import ACTIVATIONS
+from vllm_steer.request.readout import ReadoutKind as KindName
+from vllm_steer.request.selector import Wire
+
+LENS, SAE_PREFIX = "lens", "sae:"
+"""Heads: functions of a row of the stream with many outputs, of which the largest are recorded."""
+
+
+@dataclass(frozen=True)
+class ReadoutKind:
+    """How a kind of readout is computed, recorded and returned; :class:`ReadoutForm` declares its request fields."""
+
+    name: KindName
+    fields: tuple[str, ...]
+    """Names of its numbers in JSON, beside ``positions``."""
+    head: str = ""
+    """Name of its head, or the beginning of the names; empty for products with vectors."""
+    has_layers: bool = False
+    """Whether its numbers have an axis for layers."""
+    is_scalar: bool = False
+    """Whether it has one number per token, which conditions and stops can look at."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the largest outputs of a head are recorded, each as its index and its value."""
+        return bool(self.head)
+
+
+KINDS: Mapping[str, ReadoutKind] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            ReadoutKind("probe", ("values",), is_scalar=True),
+            ReadoutKind("projections", ("values",)),
+            ReadoutKind("lens", ("token_ids", "logprobs"), LENS, has_layers=True),
+            ReadoutKind("sae", ("indices", "values"), SAE_PREFIX),
+        )
+    }
+)
+
+
+class CompiledMlp(msgspec.Struct, frozen=True, array_like=True):
+    """The second half of a probe with a hidden layer, whose weights are vectors of the program."""
+
+    activation: str
+    biases: bytes
+    """float32 ``[n]``."""
+    outputs: bytes
+    """float32 ``[n]``."""
+
+    def is_sound(self, width: int) -> bool:
+        """Return whether the parts fit a hidden layer of ``width`` units."""
+        return len(self.biases) == len(self.outputs) == 4 * width and self.activation in ACTIVATIONS
+
+
+class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
+    """A readout: products of the stream at a site with vectors of the program.
+
+    ``probes`` names probes of modules instead of vectors until the request is composed.
+    """
+
+    name: str
+    scalar: bool
+    point: int
+    layer: int
+    vectors: tuple[int, ...]
+    bias: float
+    sigmoid: bool
+    tokens: Wire
+    probes: tuple[str, ...] = ()
+    head: str = ""
+    """:data:`LENS`, or :data:`SAE_PREFIX` and the name of an autoencoder; empty for products with vectors."""
+    top_k: int = 0
+    """Number of the largest outputs of the head that are returned, for each of ``layers``."""
+    layers: tuple[int, ...] = ()
+    cosine: bool = False
+    """Whether each product is divided by the norms of its factors."""
+    parts: tuple[CompiledPart, ...] = ()
+    """Parts of the output to which the returned tokens are restricted."""
+    mlp: CompiledMlp | None = None
+    """The rest of a probe with a hidden layer; None for other readouts."""
+    omitted: tuple[str, ...] = ()
+    """Fields that the named probe or the autoencoder fills in when the request is composed. `site` means that the site
+    of the autoencoder is not compared yet."""
+
+    @property
+    def site_number(self) -> int:
+        """Number of the site."""
+        return self.layer * len(POINT_NAMES) + self.point
+
+    @property
+    def kind(self) -> ReadoutKind:
+        """Kind of the readout."""
+        return KINDS[self.head.partition(":")[0] or ("probe" if self.scalar else "projections")]
+
+    @property
+    def width(self) -> int:
+        """Number of columns. For each of its layers, a head has the indices of its largest outputs, then their values.
+
+        Indices are exact in float32 up to 2^24.
+        """
+        if self.kind.has_head:
+            return 2 * self.top_k * len(self.layers)
+        return 1 if self.mlp else len(self.vectors or self.probes)
+
+    @property
+    def selector(self) -> Selector:
+        """The tokens whose values are returned."""
+        return Selector.from_wire(self.tokens)
