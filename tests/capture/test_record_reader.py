@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -105,3 +106,44 @@ def test_long_steps_are_not_listed_whole(
     add(long)
     assert records.take(4)[1] == [[1.0, p, 0.0] for p in range(4)]
     assert "_records" not in vars(long)
+
+
+def test_a_record_as_json_is_the_only_new_one(
+    reader: tuple[RecordReader, Callable[[StepRows], None], RowReceiver],
+) -> None:
+    """Catches JSON of one record while others wait, of another request, of a draft, or read twice."""
+    records, add, _ = reader
+    alone = not records._shared
+    add(step(0, 3))
+    assert records.take_json(3) is None  # three records
+    assert records.take(3)[0] == [0, 1, 2]
+    add(step(3))
+    assert records.take_json(3) is None  # the token at 3 is not confirmed
+    assert records.take_json(4) == ([b"1.0", b"3.0", b"0.0"] if alone else None)
+    assert records.take_json(4) is None
+    assert records.take(4)[0] == ([] if alone else [3])
+    add(step(4, 2))
+    assert records.take(5)[0] == [4]
+    add(step(6))
+    assert records.take_json(7) is None  # the record at 5 waits
+    assert records.take(7)[0] == [5, 6]
+    add(step(7))
+    add(step(7, version=1))
+    assert records.take_json(8) is None  # computed twice: the last record counts
+    assert records.take(8) == ([7], [[1.0, 7.0, 1.0]])
+
+
+def test_records_of_a_step_are_formatted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches numbers that are formatted for each request, and texts that differ from those of single records."""
+    encoded: list[int] = []
+    encode = msgspec.json.encode
+    monkeypatch.setattr(step_rows, "_encode", lambda numbers: encoded.append(len(numbers)) or encode(numbers))
+    rows = np.random.default_rng(0).standard_normal((200, 20), dtype="f4")
+    rows[7, :3] = np.nan, np.inf, -0.0
+    names = tuple(f"r{i}" for i in range(200))
+    index = RowIndex(names, ((20,),) * 200, RECORDS)
+    whole = StepRows(index, np.arange(200), np.ones(200, np.int64), rows.view(np.uint8))
+    for i in (7, *range(200)):
+        assert b"[" + b",".join(whole.record_json(f"r{i}", i) or ()) + b"]" == encode(rows[i].tolist())
+    assert sum(encoded) == 200 * 20 and max(encoded) <= 1024
+    assert whole.record_json("r7", 8) is None and whole.record_json("absent", 7) is None

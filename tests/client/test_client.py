@@ -19,7 +19,9 @@ from fastapi import FastAPI
 
 from tests.registry.modules import content, module, vector
 from vllm_steer import AsyncClient, Client, Edit, ServerError, SteeringError
-from vllm_steer.client import Retry
+from vllm_steer.capture.readouts import Readouts, SteeringTrace
+from vllm_steer.capture.results import SiteRows
+from vllm_steer.client import ReadoutValues, Retry, Rows, Trace
 from vllm_steer.client.encoding import to_json
 from vllm_steer.client.responses import CaptureAnswer, parse_completion, parse_piece
 from vllm_steer.registry.module_files import write_module
@@ -381,3 +383,15 @@ def test_retry_delays() -> None:
     assert all(low <= wait <= 2 * low for low, wait in zip((0.5, 1, 2, 2, 2), waits, strict=True))
     assert (retry.delay(1, httpx.Response(503, headers={"retry-after": "7"}), True) or 0.0) >= 7
     assert (retry.delay(1, httpx.Response(503, headers={"retry-after": "soon"}), True) or 9.0) <= 1
+
+
+def test_results_are_those_of_outputs() -> None:
+    """Catches a result of the client with other attributes or methods than the same result of ``LLM``."""
+    assert (ReadoutValues, Trace, Rows) == (Readouts, SteeringTrace, SiteRows)
+    sites = {("post_block", 1): SiteRows(np.array([2, 5]), torch.ones(2, 3, dtype=torch.bfloat16))}
+    answer = CaptureAnswer("ok", None, sites=sites)
+    assert answer.numpy("post_block", 1).dtype == np.float32
+    assert answer.positions("post_block", 1).tolist() == [2, 5]
+    readout = {"positions": [2], "token_ids": [[[7, 8]]], "logprobs": [[[-1.0, -2.0]]]}
+    lens = parse_completion({"choices": [{"text": "", "readouts": {"l": readout}}]}).choices[0].readouts["l"]
+    assert (lens.token_ids is lens.indices, lens.logprobs is lens.values, lens.values.shape) == (True, True, (1, 1, 2))

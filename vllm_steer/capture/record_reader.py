@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of one running sample as Python lists, for a reader that encodes them as JSON.
+"""Records of one running sample as Python lists or as JSON, for a reader that streams them.
 
 A record is the row of numbers that the engine keeps for a token (:mod:`vllm_steer.program.records`). A stream reads one
 or a few records at a time, for which lists are faster than arrays.
@@ -70,6 +70,18 @@ class RecordReader:
                 kept = max(start, forwarded)
                 self._waiting.append((kept, run[kept - start :]))
         return positions, records
+
+    def take_json(self, forwarded: int) -> list[bytes] | None:
+        """Return each number of the record before ``forwarded`` as JSON, if no other record is new; otherwise None."""
+        position = forwarded - 1
+        if self._shared or self._waiting or position < self._next_position:
+            return None
+        if self._assembler.num_chunks > self._next_chunk:
+            return None
+        found = self._receiver.take_record_json(self._request_id, position)
+        if found is not None:
+            self._next_position = forwarded
+        return found
 
 
 def _merge(runs: Sequence[RecordRun]) -> list[RecordRun]:

@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from vllm_steer.request import CaptureSpec
+
+if TYPE_CHECKING:
+    import torch
 
 Status = Literal["ok", "partial", "error"]
 Site: TypeAlias = tuple[str, int]
@@ -33,6 +35,35 @@ class SiteRows:
     """CPU tensor: ``[n, hidden]``, ``[n, k]`` if projected, ``[1, hidden]`` if reduced to the mean or the last row."""
 
 
+class RowAccess:
+    """Rows by point and layer."""
+
+    def tensor(self, point: str, layer: int) -> torch.Tensor:
+        """Return the rows of a site, ``[n, hidden]`` or as reduced.
+
+        Raises:
+            KeyError: The site was not captured, or its rows are not here.
+        """
+        return self._site(point, layer).rows
+
+    def numpy(self, point: str, layer: int) -> npt.NDArray[Any]:
+        """Return the rows of a site as an array; bfloat16 rows are copied to float32."""
+        import torch
+
+        rows = self.tensor(point, layer)
+        array: npt.NDArray[Any] = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
+        return array
+
+    def positions(self, point: str, layer: int) -> torch.Tensor:
+        """Return the positions read at a site, int64 ``[n]``, ascending. A reduction does not shorten them."""
+        import torch
+
+        return torch.tensor(self._site(point, layer).positions)
+
+    def _site(self, point: str, layer: int) -> SiteRows:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
 class SubmittedRequest:
     """One sample of a request that the front end has accepted."""
@@ -48,7 +79,7 @@ class SubmittedRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class CapturedRequest:
+class CapturedRequest(RowAccess):
     """Rows that one consumer receives for one sample of a finished request.
 
     The last token has rows only if a readout ended the request (``stop_on``); otherwise it is never forwarded.
@@ -80,26 +111,10 @@ class CapturedRequest:
     unreached: Unreached = ()
     """Positions and ``[start, stop]`` pairs of the spec that have no rows because the request ended before them."""
 
-    def tensor(self, point: str, layer: int) -> torch.Tensor:
-        """Return the rows of a site, ``[n, hidden]`` or as reduced.
-
-        Raises:
-            KeyError: The site was not captured.
-        """
-        return self._site(point, layer).rows
-
-    def numpy(self, point: str, layer: int) -> npt.NDArray[Any]:
-        """Return the rows of a site as an array; bfloat16 rows are copied to float32."""
-        rows = self.tensor(point, layer)
-        array: npt.NDArray[Any] = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
-        return array
-
-    def positions(self, point: str, layer: int) -> torch.Tensor:
-        """Return the positions read at a site, int64 ``[n]``, ascending. A reduction does not shorten them."""
-        return torch.tensor(self._site(point, layer).positions)
-
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
         """Return the token at each of the site's positions, int64 ``[n]``; -1 where the prompt has an embedding."""
+        import torch
+
         return torch.tensor(self.tokens_at(self._site(point, layer).positions))
 
     def tokens_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -141,7 +156,7 @@ def raise_unknown_site(point: str, layer: int, known: Mapping[Site, Any]) -> NoR
 
 
 @dataclass(frozen=True, eq=False)
-class CaptureResult:
+class CaptureResult(RowAccess):
     """Result of one consumer for one sample of a request.
 
     Examples:
@@ -156,18 +171,6 @@ class CaptureResult:
     """Return value of the consumer: the `CapturedRequest` for ``memory``, ``{"path": ...}`` for ``filesystem``."""
     unreached: Unreached = ()
     """Positions and ``[start, stop]`` pairs of the spec that have no rows because the request ended before them."""
-
-    def tensor(self, point: str, layer: int) -> torch.Tensor:
-        """Return the rows of a site; see `CapturedRequest.tensor`."""
-        return self._captured().tensor(point, layer)
-
-    def numpy(self, point: str, layer: int) -> npt.NDArray[Any]:
-        """Return the rows of a site as an array; see `CapturedRequest.numpy`."""
-        return self._captured().numpy(point, layer)
-
-    def positions(self, point: str, layer: int) -> torch.Tensor:
-        """Return the positions of a site; see `CapturedRequest.positions`."""
-        return self._captured().positions(point, layer)
 
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
         """Return the tokens of a site; see `CapturedRequest.token_ids`."""
@@ -187,6 +190,9 @@ class CaptureResult:
     def tag(self) -> str | None:
         """The spec's ``tag``, or None."""
         return self._captured().tag
+
+    def _site(self, point: str, layer: int) -> SiteRows:
+        return self._captured()._site(point, layer)
 
     def _captured(self) -> CapturedRequest:
         if isinstance(self.data, CapturedRequest):

@@ -94,6 +94,20 @@ class RowReceiver:
             return steps[0].records_of(request_id)
         return [run for step in steps for run in step.records_of(request_id)]
 
+    def take_record_json(self, request_id: str, position: int) -> list[bytes] | None:
+        """Take the record at a position as JSON, if it is all that is buffered of a request; otherwise return None.
+
+        Hot path: without the lock, because steps are added in the caller's thread, and none is dropped by another
+        thread while this request collects.
+        """
+        taken = self._num_taken.get(request_id, 0)
+        if len(self._steps) - taken != 1 or request_id not in self._assemblers:
+            return None
+        found = self._steps[taken].record_json(request_id, position)
+        if found is not None:
+            self._num_taken[request_id] = taken + 1
+        return found
+
     def flush(self, request_id: str) -> None:
         """Pass the buffered rows of a request to its assembler."""
         with self._lock:

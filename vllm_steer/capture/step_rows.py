@@ -18,8 +18,11 @@ import numpy.typing as npt
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
+_encode = msgspec.json.Encoder().encode
 _MAX_LISTED_RECORDS = 512
 """Records up to which a step is converted to lists as a whole, for all requests at once."""
+_MAX_NUMBERS = 1024
+"""Numbers of records that are formatted as JSON at once, for several requests."""
 _MAX_MERGED_ENTRY_BYTES = 4096
 """Bytes per entry and step up to which merging steps is worth another copy of the rows."""
 
@@ -121,6 +124,32 @@ class StepRows:
             request_id: [(starts[entry], listed[offsets[entry] : offsets[entry + 1]]) for entry in entries]
             for request_id, entries in self.index.entries_by_request.items()
         }
+
+    def record_json(self, request_id: str, position: int) -> list[bytes] | None:
+        """Return each number of a record as JSON, or None if this is not the only record of the request in the step.
+
+        The records of several requests are formatted together, whichever is read first.
+        """
+        entries = self.index.entries_by_request.get(request_id, ())
+        if len(entries) != 1:
+            return None
+        starts, counts, offsets = self.extents
+        entry = entries[0]
+        if starts[entry] != position or counts[entry] != 1:
+            return None
+        width = self.rows.shape[1] // 4
+        rows = max(1, _MAX_NUMBERS // width)
+        block, row = divmod(offsets[entry], rows)
+        found = self._formatted.get(block)
+        if found is None:
+            numbers = self.rows[block * rows : (block + 1) * rows].view(np.float32).reshape(-1)
+            found = self._formatted[block] = _encode(numbers.tolist())[1:-1].split(b",")
+        return found[row * width : (row + 1) * width]
+
+    @cached_property
+    def _formatted(self) -> dict[int, list[bytes]]:
+        """Numbers of the records as JSON, by block of rows."""
+        return {}
 
     def can_merge(self, following: StepRows) -> bool:
         """Return whether ``following`` continues every entry at its next position.

@@ -6,16 +6,14 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 
+from vllm_steer.capture.readouts import Readouts, SteeringTrace
+from vllm_steer.capture.results import RowAccess, SiteRows, Unreached, raise_unknown_site
 from vllm_steer.registry.schema import SteeringApplied
-
-if TYPE_CHECKING:
-    import torch
 
 
 class ServerError(Exception):
@@ -44,18 +42,16 @@ class ServerError(Exception):
         return f"{self.message} (HTTP {self.status})"
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows of one site."""
-
-    positions: torch.Tensor
-    """int64 ``[n]``, ascending."""
-    rows: torch.Tensor
-    """CPU tensor ``[n, hidden]``, or as reduced."""
+Rows = SiteRows
+"""Rows of one site, as in `LLM` outputs."""
+ReadoutValues = Readouts
+"""Values of one readout, as in `LLM` outputs."""
+Trace = SteeringTrace
+"""Factors of the gated and live edits, as in `LLM` outputs."""
 
 
 @dataclass(frozen=True, eq=False)
-class CaptureAnswer:
+class CaptureAnswer(RowAccess):
     """Report of one consumer for one choice."""
 
     status: str
@@ -68,58 +64,15 @@ class CaptureAnswer:
     """Report of a consumer other than ``memory``."""
     sites: Mapping[tuple[str, int], Rows] = field(default_factory=dict)
     """Rows by point and layer, if they are part of the response."""
-    unreached: tuple[int | list[int | None], ...] = ()
+    unreached: Unreached = ()
     """Requested positions and ``[start, stop]`` pairs that the request ended before."""
 
-    def tensor(self, point: str, layer: int) -> torch.Tensor:
-        """Return the rows of a site, ``[n, hidden]`` or as reduced.
-
-        Raises:
-            KeyError: The site was not captured, or the rows are not part of the response.
-        """
-        return self._rows(point, layer).rows
-
-    def positions(self, point: str, layer: int) -> torch.Tensor:
-        """Return the positions read at a site, int64 ``[n]``, ascending; raises as `tensor`."""
-        return self._rows(point, layer).positions
-
-    def _rows(self, point: str, layer: int) -> Rows:
+    def _site(self, point: str, layer: int) -> Rows:
         if (point, layer) in self.sites:
             return self.sites[point, layer]
         if self.id is not None:
             raise KeyError("the rows are on the server and not in the response; download them with the client's fetch")
-        from vllm_steer.capture.results import raise_unknown_site
-
         raise_unknown_site(point, layer, self.sites)
-
-
-@dataclass(frozen=True, eq=False)
-class ReadoutValues:
-    """Values of one readout, by position."""
-
-    positions: npt.NDArray[np.int64]
-    """int64 ``[n]``, ascending: positions in the prompt and the generated tokens together, from 0."""
-    values: npt.NDArray[np.float32]
-    """float32 ``[n]`` for a probe, ``[n, k]`` for projections and ``sae``, ``[n, layers, k]`` for ``lens``; NaN for
-    numbers that are not finite."""
-    indices: npt.NDArray[np.int32] | None = None
-    """int32 in the shape of ``values``: features of ``sae``, token ids of ``lens``; None for other readouts."""
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """Factors of the gated and live edits of a request at its generated tokens."""
-
-    positions: npt.NDArray[np.int64]
-    """int64 ``[n]``, ascending."""
-    gates: npt.NDArray[np.float32]
-    """float32 ``[n, gated edits]``, in the order of the request's edits with ``when``."""
-    live: Mapping[str, npt.NDArray[np.float32]]
-    """float32 ``[n]`` by name: the live strength in force."""
-    error: str | None = None
-    """Reason for a missing trace; the other attributes are then empty."""
-    controller_error: str | None = None
-    """Error of the server's controller, after which the live strengths have not changed, or None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +222,7 @@ def read_capture_file(data: bytes) -> dict[tuple[str, int], Rows]:
         path.write_bytes(data)
         (request,) = open_captures(path)
         # Copy: the mapped file is about to be deleted.
-        return {site: Rows(request.positions(*site).clone(), request.tensor(*site).clone()) for site in request.sites}
+        return {site: Rows(request.positions(*site).numpy(), request.tensor(*site).clone()) for site in request.sites}
 
 
 def _parse_applied(document: Mapping[str, Any]) -> SteeringApplied | None:
@@ -308,7 +261,7 @@ def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:
     if trace is None:
         return None
     if "error" in trace:
-        return Trace(np.empty(0, np.int64), np.empty((0, 0), np.float32), {}, trace["error"])
+        return Trace(np.empty(0, np.int64), np.empty((0, 0), np.float32), {}, error=trace["error"])
     gates = np.array(trace["gates"], np.float32).reshape(len(trace["positions"]), -1 if trace["positions"] else 0)
     live = {name: np.array(values, np.float32) for name, values in trace["live"].items()}
     positions = np.array(trace["positions"], np.int64)
@@ -321,4 +274,4 @@ def _parse_rows(site: Mapping[str, Any]) -> Rows:
     data = bytearray(base64.b64decode(site["data"]))
     dtype = getattr(torch, site["dtype"])
     rows = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return Rows(torch.tensor(site["positions"], dtype=torch.int64), rows.reshape(site["shape"]))
+    return Rows(np.array(site["positions"], np.int64), rows.reshape(site["shape"]))

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_steer import audit
-from vllm_steer.capture.readouts import Readouts, ReadoutStream
+from vllm_steer.capture.readout_stream import ReadoutStream
+from vllm_steer.capture.readouts import Readouts
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.controllers import ControlledRequest, Controller
 from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError, live_sample, set_strength

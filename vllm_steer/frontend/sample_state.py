@@ -15,7 +15,8 @@ import numpy as np
 
 from vllm_steer.capture.consumers.memory import is_streamed
 from vllm_steer.capture.manager import CaptureManager
-from vllm_steer.capture.readouts import Readouts, ReadoutStream, SteeringTrace
+from vllm_steer.capture.readout_stream import ReadoutStream
+from vllm_steer.capture.readouts import Readouts, SteeringTrace
 from vllm_steer.capture.record_reader import RecordReader
 from vllm_steer.capture.results import NO_TOKEN, CaptureResults
 from vllm_steer.capture.row_assembler import RowAssembler

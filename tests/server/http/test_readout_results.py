@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from tests.server.application import Body, add_error_handler
 from tests.server.fakes import HIDDEN, FakeEngine
-from vllm_steer.capture.readouts import ReadoutStream
+from vllm_steer.capture.readout_stream import ReadoutStream
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_payload import RECORDS
 from vllm_steer.capture.row_receiver import RowReceiver

@@ -14,7 +14,7 @@ import torch
 from fastapi import FastAPI
 
 from tests.server.fakes import REPORT
-from vllm_steer.capture.readouts import ReadoutStream
+from vllm_steer.capture.readout_stream import ReadoutStream
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.config import SteeringConfig

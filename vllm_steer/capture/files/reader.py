@@ -16,9 +16,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
-import numpy.typing as npt
 import torch
 from msgspec.structs import astuple
 
@@ -28,7 +27,7 @@ from vllm_steer.capture.files.format import CaptureFile, StoredSite, escape_surr
 from vllm_steer.capture.files.journal import Submission, read_journals
 from vllm_steer.capture.files.stream_file import StreamFile
 from vllm_steer.capture.files.tensors import TensorFile
-from vllm_steer.capture.results import Site, raise_unknown_site
+from vllm_steer.capture.results import RowAccess, Site, SiteRows, raise_unknown_site
 
 _FILE_TYPES: dict[str, type[StreamFile | TensorFile]] = {
     stream.SUFFIX: StreamFile,
@@ -215,7 +214,7 @@ class Captures(Sequence["StoredRequest"]):
         return read_journals(self.path) if self.path.is_dir() else iter(())
 
 
-class StoredRequest:
+class StoredRequest(RowAccess):
     """One sample of one request in a capture file."""
 
     def __init__(self, file: CaptureFile, index: int) -> None:
@@ -274,26 +273,20 @@ class StoredRequest:
             KeyError: The site was not captured.
             CaptureFileError: The file is damaged.
         """
-        return self._site(point, layer).rows
-
-    def numpy(self, point: str, layer: int) -> npt.NDArray[Any]:
-        """Return the rows of a site as an array; bfloat16 rows are copied to float32."""
-        rows = self.tensor(point, layer)
-        array: npt.NDArray[Any] = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
-        return array
-
-    def positions(self, point: str, layer: int) -> torch.Tensor:
-        """Return the positions read at a site, int64 ``[n]``, ascending."""
-        return self._site(point, layer).positions.long()
+        return super().tensor(point, layer)
 
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
         """Return the token at each of the site's positions, int64 ``[n]``; -1 where the prompt has an embedding."""
-        return self._site(point, layer).token_ids.long()
+        return self._stored(point, layer).token_ids.long()
 
     def __repr__(self) -> str:
         return f"StoredRequest({self.request_id!r}, sample={self.sample}, {len(self._sites)} sites, {self.status})"
 
-    def _site(self, point: str, layer: int) -> StoredSite:
+    def _site(self, point: str, layer: int) -> SiteRows:
+        stored = self._stored(point, layer)
+        return SiteRows(stored.positions.long().numpy(), stored.rows)
+
+    def _stored(self, point: str, layer: int) -> StoredSite:
         return self._file.site(self.index, self._number(point, layer))
 
     def _number(self, point: str, layer: int) -> int:

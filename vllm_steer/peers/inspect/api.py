@@ -176,7 +176,7 @@ class VllmSteerAPI(VLLMAPI):
             else:
                 for (point, layer), rows in sites.items():
                     tensors[f"{point}.{layer}"] = rows.rows
-                    tensors[f"{point}.{layer}.positions"] = rows.positions
+                    tensors[f"{point}.{layer}.positions"] = torch.from_numpy(rows.positions)
         for name, readout in choice.readouts.items():
             arrays = {"values": readout.values, "positions": readout.positions, "indices": readout.indices}
             tensors |= {_key(name, part): torch.from_numpy(each) for part, each in arrays.items() if each is not None}

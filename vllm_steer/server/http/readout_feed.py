@@ -115,15 +115,13 @@ class ReadoutFeed:
         """
         if not (self._has_output or last) and self._awaits_prompt():
             return b""
-        if self._template is None:
-            values = self.take()
-            return _encoder.encode(values) if values else b""
-        positions, records = self._reader.take(self._sample.num_forwarded(self._state))
-        template = self._template
-        if len(positions) != 1 or not template.covers(positions[0]):
-            values = self._values(positions, records)
-            return _encoder.encode(values) if values else b""
-        return template.fill(positions[0], records[0])
+        forwarded, template = self._sample.num_forwarded(self._state), self._template
+        if template is not None and template.covers(forwarded - 1):
+            numbers = self._reader.take_json(forwarded)
+            if numbers is not None:
+                return template.fill(forwarded - 1, numbers)
+        values = self._values(*self._reader.take(forwarded))
+        return _encoder.encode(values) if values else b""
 
     def take_fields(self, *, last: bool) -> tuple[bytes, bytes]:
         """Return the JSON of the new values, and of the trace if the choice has ended; each may be empty."""
@@ -199,11 +197,11 @@ class _Template:
                 return True
         return False
 
-    def fill(self, position: int, record: Record) -> bytes:
-        """Return the JSON with the values of a record."""
+    def fill(self, position: int, numbers: list[bytes]) -> bytes:
+        """Return the JSON with the numbers of a record."""
         parts = self._parts
         parts[1::4] = [b"%d" % position] * self._count
-        parts[3::4] = _encoder.encode(record[self._start : self._stop])[1:-1].split(b",")
+        parts[3::4] = numbers[self._start : self._stop]
         return b"".join(parts)
 
 
