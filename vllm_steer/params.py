@@ -222,7 +222,13 @@ def set_live_id(request: Any) -> str:
 
 
 def has_steering(params: Any) -> bool:
-    """Return whether the parameters contain edits, modules or captures."""
+    """Return whether the parameters contain edits, modules or captures.
+
+    Examples:
+        >>> from vllm_steer import SamplingParams, has_steering
+        >>> has_steering(SamplingParams(max_tokens=4))
+        False
+    """
     return program_bytes(params) is not None or MODULES_KEY in (getattr(params, "extra_args", None) or {})
 
 
@@ -238,7 +244,13 @@ def encode_specs(specs: Specs) -> bytes:
 
 
 def capture_specs(params: Any) -> Specs:
-    """Return consumer and spec of each capture; raise SteeringError if the bytes are not valid specs."""
+    """Return consumer and spec of each capture; raise SteeringError if the bytes are not valid specs.
+
+    Examples:
+        >>> from vllm_steer import SamplingParams, capture_specs
+        >>> [name for name, _ in capture_specs(SamplingParams(capture={"memory": {"hooks": {"post_block": [1]}}}))]
+        ['memory']
+    """
     return read_specs(getattr(params, "extra_args", None) or {})
 
 
