@@ -31,6 +31,9 @@ class FakeRunner:
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         return [WORDS[token] for token in tokens]
 
+    def check(self) -> None:
+        pass
+
     def reserve(self, runs: int, row_bytes: int) -> None:
         self.reserved = runs, row_bytes
 

@@ -12,7 +12,7 @@ import pytest
 from vllm_steer import SteeringError
 from vllm_steer.client.patching import HttpRunner
 from vllm_steer.patching.axes import read_positions
-from vllm_steer.patching.offline import OfflineRunner
+from vllm_steer.patching.offline import LocalRunner, OfflineRunner
 from vllm_steer.server.studies.runner import EngineRunner
 
 PROMPT = "In 東京 🙂 of é"
@@ -26,8 +26,7 @@ def decode(tokens: Sequence[int]) -> str:
 def offline() -> OfflineRunner:
     runner = OfflineRunner.__new__(OfflineRunner)
     config = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=False))
-    engine = SimpleNamespace(vllm_config=config)
-    runner._llm = SimpleNamespace(llm_engine=engine, get_tokenizer=lambda: SimpleNamespace(decode=decode))
+    LocalRunner.__init__(runner, config, None, lambda: SimpleNamespace(decode=decode))  # type: ignore[arg-type]
     return runner
 
 

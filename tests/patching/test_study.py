@@ -11,7 +11,7 @@ import pytest
 
 from tests.patching.fake import FakeRunner
 from vllm_steer import SteeringError
-from vllm_steer.patching import PatchingResult, PatchingStudy
+from vllm_steer.patching import PatchingResult, PatchingStudy, sweep
 from vllm_steer.request.edit import KINDS
 
 pytestmark = pytest.mark.skipif("replace" not in KINDS, reason="needs the edit replace")
@@ -319,3 +319,34 @@ def test_progress_is_shown_apart_from_the_output(capsys: pytest.CaptureFixture[s
     runner.fail = lambda request: "no room" if request.edits and request.edits[0].layers == (1,) else None
     result = study(runner).sweep(progress=True)
     assert len(result.failed()) == 4 and capsys.readouterr().out == ""
+
+
+class CancelledError(Exception):
+    """Raised by the runner of a cancelled study."""
+
+
+@pytest.mark.parametrize("stage", ["edits", "scores"])
+def test_a_cancelled_study_does_no_more_work(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a study that prepares or measures all cells of a batch after its client has gone."""
+    runner, work, left = FakeRunner(), list[Any](), [3]
+
+    def check() -> None:
+        if work:
+            left[0] -= 1
+            if not left[0]:
+                raise CancelledError
+
+    def counted(original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            work.append(None)
+            return original(*args, **kwargs)
+
+        return run
+
+    name = {"edits": "cell_edits", "scores": "_measured"}[stage]
+    monkeypatch.setattr(sweep, name, counted(getattr(sweep, name)))
+    runner.check = check  # type: ignore[method-assign]
+    study = PatchingStudy(runner, clean="the red car is", corrupt="the blue car is", answer=" fast", foil=" slow")
+    with pytest.raises(CancelledError):
+        study.sweep(points="post_block", metric="logit_diff")
+    assert 1 <= len(work) <= 3

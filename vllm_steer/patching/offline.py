@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a study with ``LLM``."""
+"""Running a study with an engine of this process, and with ``LLM``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import NOT_ENABLED, engine_context
+from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, engine_context
 from vllm_steer.frontend.logprobs import check_logprobs_mode
 from vllm_steer.params import SamplingParams
 from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows, join_characters
@@ -19,49 +19,62 @@ from vllm_steer.points import points_on
 from vllm_steer.request import Edit
 
 
-class OfflineRunner:
-    """Requests of a study through ``LLM.generate``."""
+class LocalRunner:
+    """Requests of a study to an engine of this process: what offline engines and servers have in common.
 
-    def __init__(self, llm: Any) -> None:
-        """Raise ``SteeringError`` unless ``llm`` is an ``LLM`` with steering that returns log-probabilities."""
-        if not hasattr(llm, "llm_engine") or not hasattr(llm, "generate"):
-            raise SteeringError("llm", f"must be a vllm_steer.LLM or a vllm_steer.Client, not {type(llm).__name__}")
-        context = engine_context(llm.llm_engine)
-        if context is None:
-            raise SteeringError("llm", NOT_ENABLED)
-        config = llm.llm_engine.vllm_config.model_config
-        check_logprobs_mode(config.logprobs_mode, config.logits_processors)
-        self._llm, self._context = llm, context
+    Subclasses run a request in `complete`.
+    """
+
+    shared = False
+    """Whether requests of other clients may be in the same batch."""
+    reference_limit = ModelFacts.reference_limit
+    no_tokenizer = "is a text, but the engine was started without a tokenizer; give token ids"
+
+    def __init__(self, vllm_config: Any, context: EngineContext, get_tokenizer: Callable[[], Any]) -> None:
+        self._vllm_config, self._context, self._get_tokenizer = vllm_config, context, get_tokenizer
+
+    def check(self) -> None:
+        """Raise if the study was cancelled."""
+
+    def complete(self, tokens: Sequence[int], params: Any) -> Any:
+        """Run one request and return its output."""
+        raise NotImplementedError
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Facts about the model and the engine."""
-        known = self._context.capabilities
-        config = self._llm.llm_engine.vllm_config.model_config
+        """Facts about the model and the engine.
+
+        Raises:
+            SteeringError: The engine returns other scores than log-probabilities of the model.
+        """
+        config, known = self._vllm_config.model_config, self._context.capabilities
+        check_logprobs_mode(config.logprobs_mode, config.logits_processors, shared=self.shared)
         vocab = int(config.get_vocab_size())
         return ModelFacts(
-            model=self._context.model_name,
-            num_layers=known.num_layers,
-            hidden_size=known.hidden_size,
-            points=points_on(known.config.points),
-            max_reference=most_reference(vocab, int(config.max_logprobs)),
-            vocab_size=vocab,
-            max_model_len=known.max_model_len,
+            self._context.model_name,
+            known.num_layers,
+            known.hidden_size,
+            points_on(known.config.points),
+            most_reference(vocab, int(config.max_logprobs)),
+            vocab,
+            known.max_model_len,
+            self.reference_limit,
         )
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text."""
+        if self._tokenizer is None:
+            raise SteeringError("study", self.no_tokenizer)
+        self.check()
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token; its number if the engine has no tokenizer."""
-        if self._llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
+        self.check()
+        if self._tokenizer is None:
             return [f"<{token}>" for token in tokens]
         decode = self._tokenizer.decode
         return join_characters(tokens, [decode([token]) for token in tokens], lambda part: decode(list(part)))
-
-    def reserve(self, runs: int, row_bytes: int) -> None:
-        """Accept any size."""
 
     def capture(
         self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
@@ -75,8 +88,7 @@ class OfflineRunner:
             steering=list(edits) or None,
             capture={"memory": {**spec, "dtype": "float32"}},
         )
-        (output,) = self._generate([tokens], [params])
-        result = output.capture_results["memory"]
+        result = self.complete(tokens, params).capture_results["memory"]
         if result.status != "ok":
             raise RuntimeError(f"rows of the prompt are missing: {result.error}")
         return {site: np.ascontiguousarray(result.numpy(*site), np.float32) for site in result.sites}
@@ -84,8 +96,36 @@ class OfflineRunner:
     def top(self, tokens: Sequence[int], count: int) -> dict[int, float]:
         """Return the log-probabilities of the most probable next tokens."""
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, logprobs=count)
-        (output,) = self._generate([tokens], [params])
+        output = self.complete(tokens, params)
         return {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return None if self._vllm_config.model_config.skip_tokenizer_init else self._get_tokenizer()
+
+
+class OfflineRunner(LocalRunner):
+    """Requests of a study through ``LLM.generate``."""
+
+    def __init__(self, llm: Any) -> None:
+        """Raise ``SteeringError`` unless ``llm`` is an ``LLM`` with steering that returns log-probabilities."""
+        if not hasattr(llm, "llm_engine") or not hasattr(llm, "generate"):
+            raise SteeringError("llm", f"must be a vllm_steer.LLM or a vllm_steer.Client, not {type(llm).__name__}")
+        context = engine_context(llm.llm_engine)
+        if context is None:
+            raise SteeringError("llm", NOT_ENABLED)
+        super().__init__(llm.llm_engine.vllm_config, context, lambda: llm.get_tokenizer())
+        self._llm = llm
+        config = self._vllm_config.model_config
+        check_logprobs_mode(config.logprobs_mode, config.logits_processors)
+
+    def reserve(self, runs: int, row_bytes: int) -> None:
+        """Accept any size."""
+
+    def complete(self, tokens: Sequence[int], params: Any) -> Any:
+        """Run one request and return its output."""
+        (output,) = self._generate([tokens], [params])
+        return output
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Run requests together; if one of them is refused, find it by halves, so that the others are served."""
@@ -98,12 +138,6 @@ class OfflineRunner:
                 return self.score(requests[:middle]) + self.score(requests[middle:])
             return [Score(error=str(error), prompt_tokens=len(request.tokens)) for request in requests]
         return [read_score(output, request) for output, request in zip(outputs, requests, strict=True)]
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        if self._llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
-            raise SteeringError("study", "is a text, but the engine was started without a tokenizer; give token ids")
-        return self._llm.get_tokenizer()
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[Any]:
         wrapped = [{"prompt_token_ids": list(tokens)} for tokens in prompts]

@@ -112,6 +112,10 @@ class Runner(Protocol):
         """Return the text of each token, with `join_characters`."""
         ...
 
+    def check(self) -> None:
+        """Raise if the study was cancelled; called in every loop over its cells."""
+        ...
+
     def reserve(self, runs: int, row_bytes: int) -> None:
         """Raise ``SteeringError`` if the sweep is too large; called before its first run.
 

@@ -141,7 +141,11 @@ def measure(
             reference = tuple(case.clean_next) if case.clean_next is not None and not suffix else ()
             requests.append(ScoreRequest(case.tokens + suffix, case.edits + edits, wanted, reference))
     scores = iter(runner.score(requests))
-    return [_measured(case, [next(scores) for _ in case.targets.passes], custom) for case, _ in cases]
+    measured: list[Measured] = []
+    for case, _ in cases:
+        runner.check()
+        measured.append(_measured(case, [next(scores) for _ in case.targets.passes], custom))
+    return measured
 
 
 def _run(sweep: Sweep, runner: Runner, cells: Sequence[Cell], controls: Sequence[Site]) -> Batch:
@@ -151,6 +155,7 @@ def _run(sweep: Sweep, runner: Runner, cells: Sequence[Cell], controls: Sequence
     kept: list[Cell] = []
     drawn: list[tuple[Case, tuple[Edit, ...]]] = []
     for cell in cells:
+        runner.check()
         case, point, layers = sweep.cases[cell[0]], sweep.points[cell[1]], sweep.layers[cell[2]]
         positions = case.columns[cell[3]]
         try:
@@ -166,6 +171,7 @@ def _run(sweep: Sweep, runner: Runner, cells: Sequence[Cell], controls: Sequence
         runs.append((case, edits))
         kept.append(cell)
     for number, place, row in controls:
+        runner.check()
         case = sweep.cases[number]
         if case.own_rows is not None:
             covered = sorted({position for column in case.columns for position in column})

@@ -13,21 +13,15 @@ import concurrent.futures
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import cached_property
 from typing import Any, TypeVar
-
-import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
-from vllm_steer.frontend.logprobs import check_logprobs_mode
-from vllm_steer.params import APPLIED_KEY, SamplingParams, program_of
-from vllm_steer.patching.offline import most_reference, read_score, score_params
-from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows, join_characters
-from vllm_steer.points import points_on
+from vllm_steer.params import APPLIED_KEY, program_of
+from vllm_steer.patching.offline import LocalRunner, read_score, score_params
+from vllm_steer.patching.runner import MAX_SCORED, Score, ScoreRequest
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.request import Edit
 
 T = TypeVar("T")
 
@@ -41,8 +35,12 @@ class StudyCancelledError(Exception):
     """The client has gone, or the server stops."""
 
 
-class EngineRunner:
+class EngineRunner(LocalRunner):
     """Runner of one study. All methods but `cancel` are for the study's thread."""
+
+    shared = True
+    reference_limit = f"with this server; start it with --max-logprobs {MAX_SCORED}"
+    no_tokenizer = "is a text, but the server runs without a tokenizer; give token ids"
 
     def __init__(
         self, engine: Any, context: EngineContext, loop: asyncio.AbstractEventLoop, reserve: Callable[[int, int], None]
@@ -55,7 +53,8 @@ class EngineRunner:
             loop: The server's event loop.
             reserve: Reserves the number of runs and the bytes of captured rows of the study; called in the loop.
         """
-        self._engine, self._context, self._loop, self._reserve = engine, context, loop, reserve
+        super().__init__(engine.vllm_config, context, lambda: engine.get_tokenizer())
+        self._engine, self._loop, self._reserve = engine, loop, reserve
         self._cancelled = threading.Event()
         self._pending: concurrent.futures.Future[Any] | None = None
         self._snapshot: Snapshot | None = None
@@ -67,7 +66,8 @@ class EngineRunner:
         if self._pending is not None:
             self._pending.cancel()
 
-    def _check_cancelled(self) -> None:
+    def check(self) -> None:
+        """Raise ``StudyCancelledError`` if the study was cancelled."""
         if self._cancelled.is_set():
             raise StudyCancelledError
 
@@ -86,46 +86,14 @@ class EngineRunner:
         finally:
             self._pending = None
 
-    @cached_property
-    def facts(self) -> ModelFacts:
-        """Facts about the model and the engine.
-
-        Raises:
-            SteeringError: The engine returns other scores than log-probabilities of the model.
-        """
-        check_logprobs_mode(self._model_config.logprobs_mode, self._model_config.logits_processors, shared=True)
-        known = self._context.capabilities
-        vocab = int(self._model_config.get_vocab_size())
-        return ModelFacts(
-            self._context.model_name,
-            known.num_layers,
-            known.hidden_size,
-            points_on(known.config.points),
-            most_reference(vocab, int(self._model_config.max_logprobs)),
-            vocab,
-            known.max_model_len,
-            f"with this server; start it with --max-logprobs {MAX_SCORED}",
-        )
-
     def encode(self, text: str, special: bool) -> list[int]:
-        """Return the tokens of a text."""
-        if self._tokenizer is None:
-            raise SteeringError("study", "is a text, but the server runs without a tokenizer; give token ids")
-        self._check_cancelled()
+        """Return the tokens of a text; raise ``SteeringError`` for one that is too long for a prompt."""
         most = self._context.capabilities.max_model_len * int(getattr(self._tokenizer, "max_chars_per_token", 0))
         if 0 < most < len(text):
             raise SteeringError(
                 "study", f"has {len(text)} characters; a prompt of max_model_len tokens has at most {most}"
             )
-        return list(self._tokenizer.encode(text, add_special_tokens=special))
-
-    def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each token; its number if the server has no tokenizer."""
-        self._check_cancelled()
-        if self._tokenizer is None:
-            return [f"<{token}>" for token in tokens]
-        decode = self._tokenizer.decode
-        return join_characters(tokens, [decode([token]) for token in tokens], lambda part: decode(list(part)))
+        return super().encode(text, special)
 
     def reserve(self, runs: int, row_bytes: int) -> None:
         """Reserve the study's resources; raises ``AccessError``."""
@@ -135,29 +103,10 @@ class EngineRunner:
 
         self.call(reserve())
 
-    def capture(
-        self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
-    ) -> SiteRows:
-        """Return the rows of all tokens of a prompt."""
-        spec = {"hooks": {point: list(layers) for point, layers in sites.items()}, "positions": "all_prompt"}
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            steering=list(edits) or None,
-            capture={"memory": {**spec, "dtype": "float32"}},
-        )
+    def complete(self, tokens: Sequence[int], params: Any) -> Any:
+        """Run one request and return its output."""
         self._check_norm(params)
-        result = self.call(self._generate(tokens, params)).capture_results["memory"]
-        if result.status != "ok":
-            raise RuntimeError(f"rows of the prompt are missing: {result.error}")
-        return {site: np.ascontiguousarray(result.numpy(*site), np.float32) for site in result.sites}
-
-    def top(self, tokens: Sequence[int], count: int) -> dict[int, float]:
-        """Return the log-probabilities of the most probable next tokens."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, logprobs=count)
-        output = self.call(self._generate(tokens, params))
-        return {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
+        return self.call(self._generate(tokens, params))
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Run requests together. A request that fails does not fail the others."""
@@ -203,11 +152,3 @@ class EngineRunner:
             self._snapshot = self._snapshot or newest  # another run of the study may have read it meanwhile
         # With `APPLIED_KEY`, the front end does not add the present global steering.
         return {APPLIED_KEY: b"", **self._context.registry.compose(extra, self._snapshot)}
-
-    @property
-    def _model_config(self) -> Any:
-        return self._engine.vllm_config.model_config
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return None if self._model_config.skip_tokenizer_init else self._engine.get_tokenizer()
