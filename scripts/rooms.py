@@ -41,6 +41,7 @@ ROOMS: Final = (
     _room("params", "`SamplingParams` with steering"),
     _room("program", "compiled, content-addressed form of a request"),
     _room("config", "`SteeringConfig`"),
+    _room("settings", "table of settings: keys of `SteeringConfig`, flags, environment variables"),
     _room("request", "fields of a request as types: checks, wire form, JSON Schema"),
     _room("site_names", "names of sites"),
     _room("points log fs limits", "hook points, log, files, default limits"),

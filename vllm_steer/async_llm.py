@@ -21,7 +21,7 @@ from vllm_steer.frontend.context import (
     set_registry,
 )
 from vllm_steer.frontend.controllers import read_controller
-from vllm_steer.frontend.live import samples_of, set_strength
+from vllm_steer.frontend.live import LivePosition, samples_of, set_strength
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 from vllm_steer.registry.snapshot import Snapshot
@@ -102,7 +102,7 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
         """Registry of this engine: named modules and global steering."""
         return AsyncSteering(self)
 
-    async def set_strength(self, request_id: str, **strengths: float) -> int:
+    async def set_strength(self, request_id: str, **strengths: float) -> LivePosition:
         """Set live strengths of a running request; names are those of ``Edit(live=...)``.
 
         Args:
@@ -110,7 +110,7 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
             **strengths: New factors by name.
 
         Returns:
-            The position from which on the strengths hold, for all samples of the request.
+            See `LLM.set_strength`.
 
         Raises:
             SteeringError: The request is not running or lacks a live strength, several have the id, or a

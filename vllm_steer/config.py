@@ -9,93 +9,23 @@ artifact compiled without steering or with other tables must not be loaded into 
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import msgspec
 
 from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_SAES
-from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
 from vllm_steer.request.arguments import describe_arguments
-from vllm_steer.request.feature import ANY_SITE_FLAG
 from vllm_steer.request.part import read_parts
 from vllm_steer.request.references import read_name
 from vllm_steer.request.scalars import did_you_mean, read_choice, shown
+from vllm_steer.settings import CAPTURE_POLICIES, CHECKED, MULTI_CHOICES, CapturePolicy
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"
 EXECUTOR_CLS = "vllm_steer.engine.executor.SteeringExecutor"
-REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
-"""Environment variable that passes the registry's options, which can contain a password, to API server processes."""
 RAY_EXECUTOR_CLS = "vllm_steer.engine.ray_executor.SteeringRayExecutor"
-
-CapturePolicy = Literal["wait", "fail"]
-CAPTURE_POLICIES: tuple[CapturePolicy, ...] = get_args(CapturePolicy)
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A boolean setting that is fixed when the engine starts; the flag sets it to ``not default``.
-
-    A default of None leaves the choice to the engine. The flag then has a negative form, ``--no-...``.
-    """
-
-    name: str
-    flag: str
-    default: bool | None
-    help: str
-
-
-SWITCHES: tuple[Switch, ...] = (
-    Switch(
-        "allow_unproven",
-        "--steering-allow-unproven",
-        False,
-        "start with a warning if the source of a decoder-layer class differs from the tested source, if the class only "
-        "inherits from a supported class, or if the model is split over ranks in an untested way",
-    ),
-    Switch(
-        "self_check",
-        "--steering-skip-self-check",
-        True,
-        "skip the forward passes at start that check the taps on the model itself",
-    ),
-    Switch(
-        "sae_any_site",
-        ANY_SITE_FLAG,
-        False,
-        "serve autoencoders at other sites, and with other models, than those that their files name",
-    ),
-    Switch(
-        "plain_code",
-        "--steering-plain-code",
-        None,
-        "compile the model a second time without taps and run that copy in steps without edits and captures, so that "
-        "they launch stock vLLM's kernels; start takes longer. By default on a GPU for each model that allows it",
-    ),
-)
-
-
-@dataclass(frozen=True)
-class MultiChoice:
-    """A setting with any number of names out of ``choices``; the flag takes them separated by commas."""
-
-    name: str
-    flag: str
-    choices: tuple[str, ...]
-    help: str
-
-
-MULTI_CHOICES: tuple[MultiChoice, ...] = (
-    MultiChoice(
-        "points",
-        POINTS_FLAG,
-        OPTIONAL_POINTS,
-        "additional hook points, on the branches; each adds a tap and a table column per layer",
-    ),
-)
 
 
 class _ConfigMeta(type(msgspec.Struct)):  # type: ignore[misc]
@@ -179,17 +109,9 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
         for name in ("tool_parser", "chat_template"):
             if not isinstance(getattr(self, name), str):
                 raise SteeringError(f"steering_config.{name}", f"must be text, not {shown(getattr(self, name))}")
-        for limit in ENGINE_LIMITS.values():
-            value: object = getattr(self, limit.name)
-            if not isinstance(value, int) or isinstance(value, bool) or not limit.low <= value <= limit.high:
-                raise SteeringError(
-                    f"steering_config.{limit.name}",
-                    f"must be {limit.low} to {limit.high}, not {shown(value)}",
-                )
-        for switch in SWITCHES:
-            value = getattr(self, switch.name)
-            if not isinstance(value, bool) and (value is not None or switch.default is not None):
-                raise SteeringError(f"steering_config.{switch.name}", f"must be true or false, not {shown(value)}")
+        for setting in CHECKED:
+            if (problem := setting.problem(value := getattr(self, setting.name))) is not None:
+                raise SteeringError(f"steering_config.{setting.name}", f"{problem}, not {shown(value)}")
         if not isinstance(self.user_hooks, bool):
             raise SteeringError("steering_config.user_hooks", f"must be true or false, not {shown(self.user_hooks)}")
         read_choice(self.capture_policy, CAPTURE_POLICIES, "steering_config.capture_policy")
@@ -199,12 +121,6 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
             )
         for choice in MULTI_CHOICES:
             given = getattr(self, choice.name)
-            sound = isinstance(given, (list, tuple)) and all(name in choice.choices for name in given)
-            if not sound or any(given.count(name) > 1 for name in given):
-                raise SteeringError(
-                    f"steering_config.{choice.name}",
-                    f"must be a list of distinct names out of {', '.join(choice.choices)}, not {given!r}",
-                )
             # In a fixed order, so that equal choices compare equal.
             msgspec.structs.force_setattr(self, choice.name, tuple(name for name in choice.choices if name in given))
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All limits: name, default, range and meaning of each.
 
-Settings and their defaults, server flags, key files, ``vllm-steer doctor`` and docs/reference/limits.md derive from the
-tables below:
+They are rows of :data:`vllm_steer.settings.SETTINGS`. Key files and ``vllm-steer doctor`` derive from them as well:
 
 * :data:`ENGINE_LIMITS` size the tables of an engine; users set them in ``steering_config`` or by flags.
 * :data:`SERVER_LIMITS` protect a server; users set them by flags, and per API key in the key file.
@@ -11,11 +10,12 @@ tables below:
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 Scope = Literal["request", "key", "server"]
 
@@ -38,6 +38,8 @@ class Limit:
     high: int
     help: str
 
+    of_engine = False
+
     @property
     def flag(self) -> str:
         """The server flag that sets the limit."""
@@ -48,10 +50,37 @@ class Limit:
         """The name of the flag among the parsed arguments."""
         return f"steering_{self.name}"
 
+    @property
+    def in_python(self) -> str:
+        """The equivalent in Python."""
+        return f"`{self.name}`" if self.of_engine else ""
+
+    @property
+    def text(self) -> str:
+        """The help of the flag."""
+        return f"{self.help[0].upper()}{self.help[1:]}. {self.low} to {self.high}, default {self.default}."
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Further arguments of ``add_argument``."""
+        return {"type": self._read, "metavar": "N"}
+
+    def problem(self, value: object) -> str | None:
+        """Return what is wrong with a value, or None."""
+        known = isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
+        return None if known else f"must be {self.low} to {self.high}"
+
+    def _read(self, text: str) -> int:
+        if text.isascii() and text.isdecimal() and self.problem(int(text[:20])) is None:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"must be an integer from {self.low} to {self.high}, not {text!r}")
+
 
 @dataclass(frozen=True)
 class EngineLimit(Limit):
     """A limit that is fixed when the engine starts; ``name`` is its field of ``SteeringConfig``."""
+
+    of_engine = True
 
     @property
     def how_to_raise(self) -> str:
@@ -90,283 +119,122 @@ class FormatLimit:
     help: str
 
 
+_TOO_LARGE, _TOO_MANY = HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.TOO_MANY_REQUESTS
+
+# fmt: off
 ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
     {
         limit.name: limit
         for limit in (
-            EngineLimit(
-                "max_rows",
-                1024,
-                1,
-                1 << 16,
+            EngineLimit("max_rows", 1024, 1, 1 << 16,
                 "table rows on the device at one time, over all running requests: distinct sets of edits and captures "
-                "that apply to one token",
-            ),
-            EngineLimit(
-                "max_vectors",
-                2048,
-                1,
-                1 << 20,
+                "that apply to one token"),
+            EngineLimit("max_vectors", 2048, 1, 1 << 20,
                 "distinct vectors (of edits) and directions (of projections) on the device at one time; each takes "
-                "4 x hidden size bytes",
-            ),
-            EngineLimit(
-                "max_instructions",
-                65536,
-                1,
-                1 << 24,
-                "instructions on the device at one time: one per table row, site and edit or capture",
-            ),
-            EngineLimit(
-                "max_matrix_rows",
-                65536,
-                1,
-                1 << 24,
+                "4 x hidden size bytes"),
+            EngineLimit("max_instructions", 65536, 1, 1 << 24,
+                "instructions on the device at one time: one per table row, site and edit or capture"),
+            EngineLimit("max_matrix_rows", 65536, 1, 1 << 24,
                 "positions of matrices (edits with one row per position) on the device at one time, gaps between "
-                "positions included; each takes 4 bytes, and 4 more per direction of a subspace",
-            ),
-            EngineLimit(
-                "max_segments",
-                32,
-                1,
-                MAX_SEGMENTS,
+                "positions included; each takes 4 bytes, and 4 more per direction of a subspace"),
+            EngineLimit("max_segments", 32, 1, MAX_SEGMENTS,
                 "token segments of one request: stretches of positions with the same edits and captures; a matrix "
-                "counts as one",
-            ),
-            EngineLimit(
-                "capture_rows",
-                14336,
-                1,
-                1 << 24,
-                "captured rows of one engine step; each takes hidden size x bytes of the dtype",
-            ),
-            EngineLimit(
-                "graph_sets",
-                3,
-                1,
-                64,
+                "counts as one"),
+            EngineLimit("capture_rows", 14336, 1, 1 << 24,
+                "captured rows of one engine step; each takes hidden size x bytes of the dtype"),
+            EngineLimit("graph_sets", 3, 1, 64,
                 "sets of CUDA graphs that launch different taps; each step runs the smallest set that covers its "
                 "edits and captures. 1: all taps; 2: also no taps; 3: also pre_attn and post_block; 4: also the other "
-                "points; above 4: also ranges of layers",
-            ),
-            EngineLimit(
-                "record_columns",
-                32,
-                4,
-                1024,
+                "points; above 4: also ranges of layers"),
+            EngineLimit("record_columns", 32, 4, 1024,
                 "numbers that one token records: one per probe or direction of its readouts, 2 x `top_k` per layer of "
                 "`lens` and `sae`, one per distinct `when`, one per name in `live`, one "
-                "per distinct part of the output, and one for stops; each takes 4 bytes for each token of a step",
-            ),
-            EngineLimit(
-                "max_conditions",
-                16,
-                1,
-                MAX_TOTAL_CONDITIONS,
+                "per distinct part of the output, and one for stops; each takes 4 bytes for each token of a step"),
+            EngineLimit("max_conditions", 16, 1, MAX_TOTAL_CONDITIONS,
                 "conditions of one request, in `when` of its edits and in `stop_on`, and one for each part of the "
-                "output that it selects, two for `answer` if tool calls are known; equal ones count once",
-            ),
+                "output that it selects, two for `answer` if tool calls are known; equal ones count once"),
             EngineLimit(
                 "capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"
             ),
-            EngineLimit(
-                "queue_timeout",
-                600,
-                0,
-                1 << 24,
+            EngineLimit("queue_timeout", 600, 0, 1 << 24,
                 "seconds that a request may wait for room in the tables or for captured rows before it fails; 0 for no "
-                "limit",
-            ),
+                "limit"),
         )
     }
 )
 
-MAX_BODY_MIB = ServerLimit(
-    "max_body_mib",
-    64,
-    1,
-    1 << 16,
+MAX_BODY_MIB = ServerLimit("max_body_mib", 64, 1, 1 << 16,
     "size of an HTTP body with steering or capture fields, in MiB",
-    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-)
-REQUEST_EDITS = ServerLimit(
-    "request_edits",
-    1024,
-    1,
-    1 << 20,
+    status=_TOO_LARGE)
+REQUEST_EDITS = ServerLimit("request_edits", 1024, 1, 1 << 20,
     "edits of one request, including the edits of its modules; its own fields may contain 4,096",
-    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-)
-REQUEST_VECTORS = ServerLimit(
-    "request_vectors",
-    1024,
-    1,
-    1 << 20,
+    status=_TOO_LARGE)
+REQUEST_VECTORS = ServerLimit("request_vectors", 1024, 1, 1 << 20,
     "distinct vectors and directions of one request, including those of modules",
-    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-)
-REQUEST_LAYERS = ServerLimit(
-    "request_layers",
-    4096,
-    1,
-    1 << 16,
+    status=_TOO_LARGE)
+REQUEST_LAYERS = ServerLimit("request_layers", 4096, 1, 1 << 16,
     "distinct layers that one request edits, captures or reads; binds only below 4,096, which requests can name",
-    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-)
-MAX_NORM = ServerLimit(
-    "max_norm",
-    0,
-    0,
-    1 << 24,
+    status=_TOO_LARGE)
+MAX_NORM = ServerLimit("max_norm", 0, 0, 1 << 24,
     "norm that an edit of a request, a module or global steering may add to a row; 0 for no limit. A live strength "
     "counts as a part of the strength and is checked with each change. `add`: strength x "
     "norm of the vector; `replace`: strength x norm of the row, or of its component in the subspace; `clamp`: the "
     "larger bound (times a strength above 1); `feature`: strength x (`set` or `add`) x norm of the decoder direction. "
     "`add_normed` and `ablate` scale with the row itself and are not limited",
-    status=HTTPStatus.BAD_REQUEST,
-)
-KEY_REQUESTS = ServerLimit(
-    "key_requests",
-    256,
-    1,
-    1 << 20,
+    status=HTTPStatus.BAD_REQUEST)
+KEY_REQUESTS = ServerLimit("key_requests", 256, 1, 1 << 20,
     "HTTP requests of a key in flight",
-    scope="key",
-    status=HTTPStatus.TOO_MANY_REQUESTS,
-)
-KEY_PROGRAMS = ServerLimit(
-    "key_programs",
-    128,
-    1,
-    1 << 20,
+    scope="key", status=_TOO_MANY)
+KEY_PROGRAMS = ServerLimit("key_programs", 128, 1, 1 << 20,
     "distinct programs (edits and captures) of a key in flight",
-    scope="key",
-    status=HTTPStatus.TOO_MANY_REQUESTS,
-)
-KEY_POOL_MIB = ServerLimit(
-    "key_pool_mib",
-    256,
-    1,
-    1 << 20,
+    scope="key", status=_TOO_MANY)
+KEY_POOL_MIB = ServerLimit("key_pool_mib", 256, 1, 1 << 20,
     "distinct vectors and directions of a key in flight, as float32, in MiB",
-    scope="key",
-    status=HTTPStatus.TOO_MANY_REQUESTS,
-)
-KEY_CAPTURE_MIB = ServerLimit(
-    "key_mib",
-    1024,
-    1,
-    1 << 24,
+    scope="key", status=_TOO_MANY)
+KEY_CAPTURE_MIB = ServerLimit("key_mib", 1024, 1, 1 << 24,
     "captured rows that a key's requests in flight may produce until they end, in MiB",
-    prefix="capture",
-    scope="key",
-    status=HTTPStatus.TOO_MANY_REQUESTS,
-)
-KEY_STORE_MIB = ServerLimit(
-    "key_store_mib",
-    512,
-    0,
-    1 << 20,
+    prefix="capture", scope="key", status=_TOO_MANY)
+KEY_STORE_MIB = ServerLimit("key_store_mib", 512, 0, 1 << 20,
     "captured rows of a key that are stored for download, in MiB",
-    prefix="capture",
-    scope="key",
-    status=HTTPStatus.TOO_MANY_REQUESTS,
-)
-KEY_STUDY_RUNS = ServerLimit(
-    "key_study_runs",
-    65536,
-    1,
-    1 << 24,
+    prefix="capture", scope="key", status=_TOO_MANY)
+KEY_STUDY_RUNS = ServerLimit("key_study_runs", 65536, 1, 1 << 24,
     "forward passes of the cells of one patching study: one per cell, or several if answer or foil have several tokens",
-    scope="key",
-    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-)
-KEY_STUDIES = ServerLimit(
-    "key_studies",
-    2,
-    1,
-    1 << 10,
+    scope="key", status=_TOO_LARGE)
+KEY_STUDIES = ServerLimit("key_studies", 2, 1, 1 << 10,
     "patching studies of a key at one time",
-    scope="key",
-    status=HTTPStatus.TOO_MANY_REQUESTS,
-)
-MAX_STUDIES = ServerLimit(
-    "max_studies",
-    16,
-    1,
-    1 << 10,
+    scope="key", status=_TOO_MANY)
+MAX_STUDIES = ServerLimit("max_studies", 16, 1, 1 << 10,
     "patching studies of all keys at one time",
-    scope="server",
-    status=HTTPStatus.SERVICE_UNAVAILABLE,
-)
-MAX_PROGRAMS = ServerLimit(
-    "max_programs",
-    4096,
-    1,
-    1 << 24,
+    scope="server", status=HTTPStatus.SERVICE_UNAVAILABLE)
+MAX_PROGRAMS = ServerLimit("max_programs", 4096, 1, 1 << 24,
     "distinct programs of all requests in flight",
-    scope="server",
-    status=HTTPStatus.SERVICE_UNAVAILABLE,
-)
-INLINE_KIB = ServerLimit(
-    "inline_kib",
-    1024,
-    0,
-    1 << 20,
+    scope="server", status=HTTPStatus.SERVICE_UNAVAILABLE)
+INLINE_KIB = ServerLimit("inline_kib", 1024, 0, 1 << 20,
     "captured rows of one choice that are returned inside the response, in KiB; larger captures go to /v1/captures",
-    prefix="capture",
-)
-RESPONSE_MIB = ServerLimit(
-    "response_mib",
-    64,
-    0,
-    1 << 20,
+    prefix="capture")
+RESPONSE_MIB = ServerLimit("response_mib", 64, 0, 1 << 20,
     "captured rows of all choices that are returned inside one response, in MiB; larger captures go to /v1/captures",
-    prefix="capture",
-)
-STORE_MIB = ServerLimit(
-    "store_mib",
-    1024,
-    0,
-    1 << 20,
+    prefix="capture")
+STORE_MIB = ServerLimit("store_mib", 1024, 0, 1 << 20,
     "captured rows stored for download from /v1/captures, in MiB; beyond it, a response reports that its rows could "
     "not be stored",
-    prefix="capture",
-    scope="server",
-)
-EXPIRY_S = ServerLimit(
-    "expiry_s",
-    300,
-    1,
-    86400,
+    prefix="capture", scope="server")
+EXPIRY_S = ServerLimit("expiry_s", 300, 1, 86400,
     "seconds for which captured rows are stored for download",
-    prefix="capture",
-    scope="server",
-)
-REGISTRY_MODULES = ServerLimit(
-    "registry_modules",
-    4096,
-    1,
-    1 << 20,
+    prefix="capture", scope="server")
+REGISTRY_MODULES = ServerLimit("registry_modules", 4096, 1, 1 << 20,
     "names of registered modules",
-    scope="server",
-    status=HTTPStatus.INSUFFICIENT_STORAGE,
-)
-REGISTRY_MIB = ServerLimit(
-    "registry_mib",
-    1024,
-    1,
-    1 << 20,
+    scope="server", status=HTTPStatus.INSUFFICIENT_STORAGE)
+REGISTRY_MIB = ServerLimit("registry_mib", 1024, 1, 1 << 20,
     "vectors of all registered modules and their versions, in MiB; every server process holds them in memory",
-    scope="server",
-    status=HTTPStatus.INSUFFICIENT_STORAGE,
-)
+    scope="server", status=HTTPStatus.INSUFFICIENT_STORAGE)
+# fmt: on
 
 SERVER_LIMITS: tuple[ServerLimit, ...] = (
-    *(MAX_BODY_MIB, REQUEST_EDITS, REQUEST_VECTORS, REQUEST_LAYERS, MAX_NORM),
-    *(KEY_REQUESTS, KEY_PROGRAMS, KEY_POOL_MIB, KEY_CAPTURE_MIB, KEY_STORE_MIB, KEY_STUDY_RUNS, KEY_STUDIES),
-    *(MAX_PROGRAMS, MAX_STUDIES, INLINE_KIB, RESPONSE_MIB, STORE_MIB, EXPIRY_S, REGISTRY_MODULES, REGISTRY_MIB),
-)
+    MAX_BODY_MIB, REQUEST_EDITS, REQUEST_VECTORS, REQUEST_LAYERS, MAX_NORM,
+    KEY_REQUESTS, KEY_PROGRAMS, KEY_POOL_MIB, KEY_CAPTURE_MIB, KEY_STORE_MIB, KEY_STUDY_RUNS, KEY_STUDIES,
+    MAX_PROGRAMS, MAX_STUDIES, INLINE_KIB, RESPONSE_MIB, STORE_MIB, EXPIRY_S, REGISTRY_MODULES, REGISTRY_MIB,
+)  # fmt: skip
 KEY_LIMITS: Mapping[str, ServerLimit] = MappingProxyType(
     {limit.key_name: limit for limit in SERVER_LIMITS if limit.key_name is not None}
 )

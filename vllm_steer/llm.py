@@ -22,7 +22,14 @@ from vllm_steer.frontend.context import (
     set_consumers,
     set_registry,
 )
-from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position, rpc_args, samples_of
+from vllm_steer.frontend.live import (
+    SET_STRENGTH_RPC,
+    LivePosition,
+    check_strengths,
+    first_position,
+    rpc_args,
+    samples_of,
+)
 from vllm_steer.frontend.requests import beam_search_steps
 from vllm_steer.frontend.user_hooks import HookHandle, check_process, register_hook
 from vllm_steer.metrics.reader import read_metrics
@@ -147,7 +154,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
             raise SteeringError(field, NOT_ENABLED)
         return context
 
-    def set_strength(self, request_id: str, **strengths: float) -> int:
+    def set_strength(self, request_id: str, **strengths: float) -> LivePosition:
         """Set live strengths of a running request, between two steps of ``llm_engine``.
 
         Args:
@@ -155,9 +162,8 @@ class LLM(VllmLLM):  # type: ignore[misc]
             **strengths: New factors by name; names are those of ``Edit(live=...)``.
 
         Returns:
-            The first position from which the strengths hold for every sample. Each sample takes them from its own next
-            token on, which can be an earlier one: samples are not at one position, and a sample may still be in its
-            prompt.
+            The first position from which the strengths hold for every sample, an integer whose ``positions`` has the
+            first position of each sample: its next token, or the end of its prompt if it is within it.
 
         Raises:
             SteeringError: The request is not running or lacks a live strength, several have the id, or a
@@ -165,9 +171,9 @@ class LLM(VllmLLM):  # type: ignore[misc]
         """
         engine = self.llm_engine
         samples = samples_of(engine.output_processor, request_id)
-        states, checked = check_strengths(engine, request_id, samples, strengths)
-        answers = engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(states, checked))
-        return first_position(engine, request_id, states, answers)
+        running, checked = check_strengths(engine, request_id, samples, strengths)
+        answers = engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(running, checked))
+        return first_position(engine, request_id, running, answers)
 
     def register_hook(self, fn: Hook, point: str, layers: Any = None) -> HookHandle:
         """Run a function on the rows of every request at a hook point, from now on until the hook is removed.

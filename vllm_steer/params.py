@@ -120,7 +120,7 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
         compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
     if captures:
         compiled[CAPTURE_KEY] = encode_specs(captures)
-    reduces = [spec.reduce for _, spec in captures] + [readout.directions for readout in readouts]
+    reduces = [spec.reduce for _, spec in captures] + [each.projections or each.probe for each in readouts.values()]
     if references or any(isinstance(reduce, NamedProjection) for reduce in reduces):
         compiled[MODULES_KEY] = msgspec.msgpack.encode(references)
     return compiled

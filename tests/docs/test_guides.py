@@ -17,12 +17,12 @@ from tests.docs.runner import blocks_of, offline_blocks, run_python, run_with_fa
 from tests.repo.tree import read
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
-from vllm_steer.config import SWITCHES
 from vllm_steer.patching.request import check_fields
 from vllm_steer.request import parse_capture
 from vllm_steer.request.capture_source import StoredRowsForm
 from vllm_steer.server.http.row_sources import take_store_option
 from vllm_steer.server.routes.capabilities import ROUTE
+from vllm_steer.settings import SWITCHES
 
 
 @pytest.mark.slow

@@ -21,10 +21,9 @@ from tests.repo.tree import ROOT, python_files, read
 from vllm_steer import audit
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
-from vllm_steer.config import REGISTRY_VARIABLE
-from vllm_steer.frontend.context import CONSUMERS_VARIABLE
 from vllm_steer.server.auth.key_file import edit_keys, read_keys
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
+from vllm_steer.settings import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 
 GUIDE = "docs/guides/operating.md"
 PREFIX = ".venv/bin/"

@@ -17,7 +17,7 @@ from vllm_steer.cli.main import app
 from vllm_steer.compat.internals import LIST_ALL
 from vllm_steer.compat.record import recorded
 from vllm_steer.compat.version import OVERRIDE, TESTED, is_tested
-from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
+from vllm_steer.settings import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 
 GUIDE = "docs/guides/releases.md"
 VALUES = "deploy/production-stack.yaml"

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_steer.compat.stages import GRAPHS
+from vllm_steer.compat.wraps import install
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine import cudagraph_sets
 from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
@@ -46,7 +52,6 @@ class Manager:
             CUDAGraphMode.FULL: [LARGE, SMALL],
             CUDAGraphMode.PIECEWISE: [],
         }
-        self._capture_mem_samples: list[int] = []
         self._tables, self._wrappers = tables, wrappers
         self.untapped: Any = None
         self.ran: list[bool] = []
@@ -181,26 +186,65 @@ def test_layer_ranges_cover_the_own_stage(tables: Tables, monkeypatch: pytest.Mo
     assert launched_by(manager.graphs[SMALL]) == set()
 
 
-@pytest.mark.parametrize(("count", "extra"), [(1, 0), (2, 40), (3, 40 + 24), (4, 40 + 36), (6, 40 + 60)])
-def test_memory_of_all_sets(tables: Tables, count: int, extra: int) -> None:
+@pytest.mark.parametrize(("count", "others"), [(1, 0), (2, 5), (3, 5 + 2), (4, 5 + 2 + 1), (6, 5 + 2 + 1 + 1 + 1)])
+def test_memory_of_all_sets(tables: Tables, count: int, others: int) -> None:
     """Catches (1) graphs that vLLM does not count when it sizes its cache and (2) the shared pool counted per set.
 
-    vLLM's estimate of 1,000 MiB includes the pool. A full graph takes 12 MiB; two of them are 0.6 of a complete set.
+    All taps have 2 full graphs and 3 sizes with pieces; the taps between layers have the full ones, other sets one.
     """
-    sets, mib = CUDAGraphSetManager(tables, count, POINTS, range(LAYERS), "eager"), 2**20
-    manager = Manager(tables, [])
+    sets, manager = CUDAGraphSetManager(tables, count, POINTS, range(LAYERS), "eager"), Manager(tables, [])
+    manager._capture_descs[CUDAGraphMode.PIECEWISE] = [LARGE, SMALL, Batch(1)]
     sets.observe_profiling(manager)
-    manager._capture_mem_samples += [110 * mib, 12 * mib]
-    assert sets.memory_of_all_sets(1000 * mib) == (1000 + extra) * mib
-    # A sample of 0, as seen on a GPU: a graph takes at least 256 KiB per layer.
-    manager._capture_mem_samples[1] = 0
-    assert sets.memory_of_all_sets(1000 * mib) == 1000 * mib + extra * mib // 6
+    assert sets.memory_of_all_sets(1000 << 20) == (1000 << 20) + others * LAYERS * (96 << 10)
 
 
-def test_memory_without_full_graphs(tables: Tables) -> None:
-    """Catches an error for an engine with piecewise graphs only, and its second set left out."""
-    sets = CUDAGraphSetManager(tables, 8, POINTS, range(LAYERS), "eager")
-    assert sets.memory_of_all_sets(1000) == 2000
+class Streams:
+    """Stand-in for the CUDA streams of torch and for vLLM's context of a capture, which makes a stream each time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current: Any = "main"
+        self.waited: list[tuple[Any, Any]] = []
+        monkeypatch.setattr(torch.cuda, "Stream", self.make)
+        monkeypatch.setattr(torch.cuda, "stream", self.switch)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+
+    def make(self, device: torch.device) -> Any:
+        made = SimpleNamespace()
+        made.wait_stream = lambda other: self.waited.append((made, other))
+        return made
+
+    @contextmanager
+    def switch(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextmanager
+    def graph_capture(self, device: torch.device) -> Iterator[Any]:
+        with self.switch(self.make(device)):
+            yield SimpleNamespace(stream=self.current)
+
+
+def test_all_sets_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a pool whose memory no other set can use, because each capture allocates on a stream of its own."""
+    device, streams, used = torch.device("cuda", 7), Streams(monkeypatch), []
+    for _ in range(2):
+        with cudagraph_sets.capture_on_one_stream(streams.graph_capture, device) as context:
+            assert context.stream is streams.current is streams.waited[-1][0]
+            used.append(streams.current)
+        assert streams.current == "main"
+    assert used[0] is used[1] and streams.waited[0][1] is not streams.waited[1][1]
+    cudagraph_sets._capture_stream.cache_clear()
+
+
+def test_vllm_captures_on_our_stream() -> None:
+    """Catches a release of vLLM whose graph manager takes its context from elsewhere."""
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    install(GRAPHS)
+    capture = inspect.unwrap(cudagraph_utils.CudaGraphManager.capture)
+    assert capture.__globals__["graph_capture"] is cudagraph_utils.graph_capture
+    assert "graph_capture" in capture.__code__.co_names and hasattr(cudagraph_utils.graph_capture, "__wrapped__")
 
 
 def test_drafter_keeps_its_graphs(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import envs
 
 from tests.engine import hf
@@ -197,6 +198,50 @@ def test_samples_change_together(llm: Any) -> None:
     while engine.has_unfinished_requests():
         traces |= {sample.index: sample.steering_trace for output in engine.step() for sample in output.outputs}
     assert [traces[index].live["calm"][-1] for index in range(2)] == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_no_prompt_is_split(llm: Any, preempted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a prompt with two strengths, also after a preemption, and one position for samples that differ.
+
+    The first sample has computed a part of its prompt, the second one nothing.
+    """
+    engine, length = llm.llm_engine, 40
+    edits = [add(layer=1, live="calm", tokens="all")]
+    rows = {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}
+
+    def submit(name: str, n: int) -> None:
+        fields = {"steering": edits, "capture": rows, "n": n, "temperature": 1.0}
+        engine.add_request(name, prompt(*range(1, length + 1)), params(4, **fields))
+
+    def finish() -> dict[int, Any]:
+        samples: dict[int, Any] = {}
+        while engine.has_unfinished_requests():
+            samples |= {sample.index: sample for output in engine.step() for sample in output.outputs}
+        return samples
+
+    def prompt_rows(sample: Any) -> Any:
+        return sample.capture_results["memory"].tensor("post_block", 1)[:length]
+
+    expected = []
+    for strength in (1.0, 2.5):
+        submit(f"whole {strength}", 1)
+        llm.set_strength(f"whole {strength}", calm=strength)
+        expected.append(prompt_rows(finish()[0]))
+    monkeypatch.setattr(engine.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 16)
+    submit("split", 2)
+    engine.step()
+    position = llm.set_strength("split", calm=2.5)
+    assert (position, position.positions) == (length, {0: length, 1: 0})
+    if preempted:
+        engine.step()
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+        assert llm.set_strength("split", calm=2.5).positions[0] == length
+    samples = finish()
+    for number, rows_of_prompt in enumerate(expected):
+        torch.testing.assert_close(prompt_rows(samples[number]), rows_of_prompt, rtol=0, atol=1e-4)
+        trace = samples[number].steering_trace
+        assert set(trace.live["calm"].tolist()) == {2.5}, number
 
 
 def test_refuses_an_id_of_several_requests(llm: Any) -> None:

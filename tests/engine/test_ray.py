@@ -19,8 +19,8 @@ from tests.engine.ray_nodes import two_nodes
 from tests.engine.test_parallel import KINDS, SMALL, as_on_one_rank, workload
 from tests.tiny import LAYERS, direction, make_llm
 from vllm_steer import Edit
-from vllm_steer.config import REGISTRY_VARIABLE
 from vllm_steer.engine.ray_executor import SteeringRayExecutor
+from vllm_steer.settings import REGISTRY_VARIABLE
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="needs ray; `make setup` installs it"),

@@ -17,6 +17,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend import context
 from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context
 from vllm_steer.program.program_files import MIN_PROGRAM_BYTES
+from vllm_steer.settings import CONSUMERS_VARIABLE
 
 
 async def test_closes_consumers_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,7 @@ def test_each_api_server_has_a_run(
 ) -> None:
     """Catches API servers that share the name of a run, in which each numbers its requests from 0."""
     options = {"filesystem": {"root": "acts"} | ({"run": given} if given else {}), "logging": {}}
-    monkeypatch.setenv(context.CONSUMERS_VARIABLE, json.dumps(options))
+    monkeypatch.setenv(CONSUMERS_VARIABLE, json.dumps(options))
     parallel = SimpleNamespace(_api_process_count=count, _api_process_rank=rank)
     engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
     found = context._consumer_options(engine)

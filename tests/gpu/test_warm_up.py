@@ -59,6 +59,7 @@ def serve(folder: Path) -> None:
         gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, max_num_seqs=64,
     )  # fmt: skip
     try:
+        check_pool(llm.llm_engine.model_executor.driver_worker.worker.model_runner.cudagraph_manager)
         prompts, params = requests()
         probes = np.random.default_rng(0).standard_normal((17, HIDDEN)).astype("f4")
         for i, more in enumerate(({}, {"reduce": {"directions": probes[:1]}}, {"reduce": {"directions": probes}})):
@@ -71,6 +72,12 @@ def serve(folder: Path) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         cleanup_dist_env_and_memory()
+
+
+def check_pool(manager: Any) -> None:
+    """Catches sets of graphs that allocate buffers of their own, because each was captured on another stream."""
+    segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(manager.pool)]
+    assert segments and len({each["stream"] for each in segments}) == 1
 
 
 def own_kernels(compiled_late: list[str]) -> set[str]:

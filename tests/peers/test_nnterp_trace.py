@@ -301,3 +301,17 @@ def test_engines_without_steering_are_refused(monkeypatch: pytest.MonkeyPatch) -
         PeerEngine(running)
     with pytest.raises(SteeringError, match="capabilities: the engine runs without steering"):
         running.capabilities()
+
+
+OPERATORS = ["add", "sub", "mul", "truediv", "pow", "matmul", "eq", "ne", "lt", "le", "gt", "ge"]
+
+
+@pytest.mark.parametrize("name", [*OPERATORS, "neg", "abs", "getitem", "radd", "rsub", "rmul", "rtruediv"])
+def test_saved_values_have_the_operators_of_tensors(model: StandardizedTransformer, name: str) -> None:
+    """Catches an operator of tensors that saved values lack, or that computes another one."""
+    with model.trace(TOKENS):
+        saved = model.layers_output[1].save()
+    rows = rows_of(1, len(TOKENS))[None]
+    arguments = {"neg": (), "abs": (), "getitem": (0,), "matmul": (torch.ones(HIDDEN),)}.get(name, (3.0,))
+    found = getattr(type(saved), f"__{name}__")(saved, *arguments)
+    assert torch.equal(found, getattr(rows, f"__{name}__")(*arguments))

@@ -17,25 +17,27 @@ PROBE = {"probe": [1.0, 2.0], "point": "post_block", "layer": 3}
 
 def test_defaults() -> None:
     """Catches other defaults than an affine probe of generated tokens."""
-    (readout,) = parse_readouts({"refusal": PROBE})
-    assert (readout.name, readout.kind, readout.bias, readout.sigmoid) == ("refusal", "probe", 0.0, False)
-    assert (readout.point, readout.layer, readout.tokens.to_wire()) == ("post_block", 3, "generated")
-    assert isinstance(readout.directions, Projection)
-    np.testing.assert_array_equal(readout.directions.directions, [[1.0, 2.0]])
+    readouts = parse_readouts({"refusal": PROBE})
+    readout = readouts["refusal"]
+    assert (readout.point, readout.layer, readout.positions.to_wire()) == ("post_block", 3, "generated")
+    assert isinstance(readout.probe, Projection)
+    np.testing.assert_array_equal(readout.probe.directions, [[1.0, 2.0]])
+    (compiled,) = compile_program([], readouts=readouts).readouts
+    assert (compiled.name, compiled.scalar, compiled.bias, compiled.sigmoid) == ("refusal", True, 0.0, False)
 
 
 def test_names_of_probes() -> None:
     """Catches a name that is read as a vector."""
-    (one, several) = parse_readouts(
+    readouts = parse_readouts(
         {
             "a": {**PROBE, "probe": "safety/refusal"},
             "b": {"projections": ["x/y", "x/z"], "point": "pre_attn", "layer": 0},
         }
     )
-    assert isinstance(one.directions, NamedProjection)
-    assert [str(each) for each in one.directions.probes] == ["safety/refusal"]
-    assert isinstance(several.directions, NamedProjection)
-    assert len(several.directions.probes) == 2
+    one, several = readouts["a"].probe, readouts["b"].projections
+    assert isinstance(one, NamedProjection) and isinstance(several, NamedProjection)
+    assert [str(each) for each in one.probes] == ["safety/refusal"]
+    assert len(several.probes) == 2
 
 
 @pytest.mark.parametrize(
@@ -70,13 +72,13 @@ def test_refused(value: Any, field: str) -> None:
 def test_widths_of_one_request_agree() -> None:
     """Catches vectors of two widths in one program."""
     readouts = parse_readouts({"a": PROBE, "b": {**PROBE, "probe": [1.0, 2.0, 3.0]}})
-    with pytest.raises(SteeringError, match=r"readouts\.b\.probe: has width 3"):
+    with pytest.raises(SteeringError, match=r"readouts\.b\.probe: has a vector of width 3"):
         compile_program([], readouts=readouts)
 
 
 def test_names_of_sites_in_other_libraries():
     """Catches the layer of a name that is dropped, and a contradiction that is resolved silently."""
-    (readout,) = parse_readouts({"a": {"probe": [1.0], "point": "layers_output[3]"}})
+    readout = parse_readouts({"a": {"probe": [1.0], "point": "layers_output[3]"}})["a"]
     assert (readout.point, readout.layer) == ("post_block", 3)
     with pytest.raises(SteeringError, match="the point names layer 3"):
         parse_readouts({"a": {"probe": [1.0], "point": "layers_output[3]", "layer": 4}})

@@ -343,4 +343,3 @@ def test_beyond(tokens, stop, expected):
     """Catches positions without a token that are not reported, and an open range that is reported while it has some."""
     selector = Selector(tokens)
     assert selector.beyond(10, stop) == expected
-    assert selector.reaches(10, stop) == any(start < stop for start, _ in selector.intervals(10))

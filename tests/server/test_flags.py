@@ -14,20 +14,17 @@ import msgspec
 import pytest
 
 from vllm_steer.config import (
-    MULTI_CHOICES,
-    REGISTRY_VARIABLE,
     SCHEDULER_CLS,
-    SWITCHES,
     WORKER_CLS,
     SteeringConfig,
-    Switch,
 )
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import CONSUMERS_VARIABLE, RegistryOptions
+from vllm_steer.frontend.context import RegistryOptions
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BODY_MIB
 from vllm_steer.server.apply_flags import MIDDLEWARE, apply_flags
 from vllm_steer.server.flags import add_flags
 from vllm_steer.server.settings import capture_store_name, max_body_bytes, store_limits
+from vllm_steer.settings import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, SETTINGS, SWITCHES, Switch
 
 SIZES = [limit.flag for limit in (*ENGINE_LIMITS.values(), MAX_BODY_MIB)]
 OF_CAPTURE = ["--capture-inline-kib", "--capture-store-mib", "--capture-expiry-s"]
@@ -81,11 +78,14 @@ def test_limits_reach_the_engine() -> None:
 
 
 def test_every_setting_has_a_flag() -> None:
-    """Catches a setting of the engine without a flag; functions of the user run offline only."""
-    named = (entry.name for entry in (*ENGINE_LIMITS.values(), *SWITCHES, *MULTI_CHOICES))
-    assert {*named, "capture_policy", "saes", "user_hooks", "parts", "tool_parser", "chat_template"} == set(
-        SteeringConfig.__struct_fields__
-    )
+    """Catches a setting of the engine without a row in the table; functions of the user run offline only."""
+    named = [setting.name for setting in SETTINGS if setting.of_engine]
+    assert {*named, "user_hooks", "tool_parser", "chat_template"} == set(SteeringConfig.__struct_fields__)
+
+
+def test_flags_and_settings_have_names_of_their_own() -> None:
+    """Catches two rows of the table of which the second is never read."""
+    assert len({setting.flag for setting in SETTINGS}) == len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.name)

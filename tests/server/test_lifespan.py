@@ -14,8 +14,7 @@ import pytest
 from tests.server.fakes import FakeEngine
 from tests.server.http.answers import make_capturing_app
 from vllm_steer.capture.manager import CaptureManager
-from vllm_steer.config import REGISTRY_VARIABLE
-from vllm_steer.frontend.context import CONSUMERS_VARIABLE
+from vllm_steer.settings import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 
 
 class Server:

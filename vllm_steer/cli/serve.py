@@ -25,7 +25,7 @@ def run(arguments: Sequence[str]) -> None:
         configure_logging_from_args,
     )
     from vllm_steer.plugin.entry_point import register
-    from vllm_steer.server.flags import ENABLE
+    from vllm_steer.settings import ENABLE
 
     words = ["serve", *arguments]
     if ENABLE not in words:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from vllm_steer.compat.stages import CPU_LORA, LIFECYCLE, MODEL, STARTUP, front_end_joins
+from vllm_steer.compat.stages import CPU_LORA, GRAPHS, LIFECYCLE, MODEL, STARTUP, front_end_joins
 from vllm_steer.compat.wraps import How
 
 
@@ -130,7 +130,7 @@ _ENGINE: Final = (
     *_attributes(
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
         "several sets of CUDA graphs take turns in one manager",
-        "_capture_descs _capture_mem_samples capture graphs",
+        "_capture_descs capture graphs",
     ),
     *_attributes(
         "vllm.compilation.cuda_graph:CUDAGraphWrapper",
@@ -370,7 +370,7 @@ _JOINED: Final = {
     join.method: Seam(
         join.method, Kind.OVERRIDE if join.how is How.OVERRIDE else Kind.WRAP, "vllm_steer/compat/stages.py", join.runs
     )
-    for join in (*STARTUP, *front_end_joins(), *LIFECYCLE, *MODEL, *CPU_LORA)
+    for join in (*STARTUP, *front_end_joins(), *LIFECYCLE, *MODEL, *CPU_LORA, *GRAPHS)
     if join.method.startswith("vllm.")
 }
 

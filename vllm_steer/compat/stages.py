@@ -260,8 +260,8 @@ REQUEST_STAGES: tuple[Stage, ...] = (
     ),
 )
 """Stages of a request, in order. ``OVERRIDE`` rows are subclasses and wrap nothing; the others are wrapped in front
-ends when the configuration of an engine with steering is made. Engine and worker processes wrap only :data:`LOGGING`
-and :data:`MODEL`."""
+ends when the configuration of an engine with steering is made. Engine and worker processes wrap only :data:`LOGGING`,
+:data:`MODEL` and :data:`GRAPHS`."""
 
 LIFECYCLE: tuple[Join, ...] = (
     *(
@@ -311,6 +311,16 @@ CPU_LORA: tuple[Join, ...] = tuple(
     for name in ("expand", "expand_slice")
 )
 """Replaced in workers on CPUs that serve LoRA adapters."""
+
+
+GRAPHS: tuple[Join, ...] = (
+    Join(
+        "vllm.v1.worker.gpu.cudagraph_utils:graph_capture",
+        AROUND,
+        "vllm_steer.engine.cudagraph_sets:capture_on_one_stream",
+    ),
+)
+"""Wrapped in worker processes of runner V2, ahead of the capture of CUDA graphs."""
 
 
 def front_end_joins() -> tuple[Join, ...]:

@@ -22,12 +22,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from vllm_steer.compat.internals import BreakableCUDAGraphWrapper, CUDAGraphMode, CUDAGraphWrapper
+from vllm_steer.compat.stages import GRAPHS
+from vllm_steer.compat.wraps import install
 from vllm_steer.engine.untapped_model import UntappedModel, UntappedModelUnavailableError
 from vllm_steer.log import steering_logger
 from vllm_steer.taps.tables import Tables
@@ -39,10 +42,8 @@ SMALL_BATCH_TOKENS = 64
 """Largest batch, in tokens, for which the sets of layer ranges and of the taps within layers have graphs."""
 MEDIUM_BATCH_TOKENS = 256
 """Largest batch, in tokens, for which the set of the taps between layers has graphs."""
-_LAYER_BYTES = 256 << 10
-"""Least memory of one layer of a full graph in an estimate: vLLM's samples of single graphs may be close to 0."""
-_FULL_SHARE = 0.6
-"""Memory of the full graphs of a complete set, relative to all of its graphs."""
+_LAYER_BYTES = 96 << 10
+"""Memory of one layer in a graph, full or in pieces. An H200 took 46 to 97 KiB for a Llama of 8B."""
 _BETWEEN_LAYERS = frozenset({"pre_attn", "post_block"})
 """Points between two layers, where two taps are usually fused into one launch (:mod:`vllm_steer.taps.fusion_pass`)."""
 
@@ -106,34 +107,33 @@ class CUDAGraphSetManager:
         self._manager: Any = None
         self._current = self._no_taps
         self._capturing: CUDAGraphSet | None = None
-        # Bytes of sampled full graphs, and all batches that vLLM captures, from its profiling.
-        self._samples: Sequence[int] = ()
+        # All batches that vLLM captures, by graph mode.
         self._batches: Mapping[Any, Sequence[Any]] = {}
         # The set that was selected last for a step with edits or captures, and the version of the sites it is for.
         self._selected = (-1, self._all_taps)
 
     def observe_profiling(self, manager: Any) -> None:
-        """Read the memory samples of vLLM's graph manager, which are complete after its profiling."""
-        self._samples, self._batches = manager._capture_mem_samples, manager._capture_descs
+        """Read the batches that vLLM's graph manager captures."""
+        self._batches = manager._capture_descs
 
     def memory_of_all_sets(self, one_set: int) -> int:
         """Return the memory of all sets in bytes.
 
-        vLLM's estimate includes the memory pool that all sets share, and is generous. The other sets are counted by
-        their graphs.
+        All sets share vLLM's memory pool (:func:`capture_on_one_stream`), so another set only takes what the driver
+        keeps for its graphs.
 
         Args:
             one_set: vLLM's estimate for one complete set, with full and piecewise graphs.
         """
-        if self._no_taps is self._all_taps:
-            return one_set
-        graph = max([*self._samples[1:2], self._layers * _LAYER_BYTES])
-        complete, *partial = (len(self._full_batches(each, self._batches)) for each in (self._all_taps, *self._partial))
-        return one_set + int(complete * graph / _FULL_SHARE or one_set) + graph * sum(partial)
+        others = (self._batches_of(graphs, self._batches) for graphs in self._sets() if graphs is not self._no_taps)
+        return one_set + self._layers * _LAYER_BYTES * sum(len(each) for modes in others for each in modes.values())
 
-    def _full_batches(self, graphs: CUDAGraphSet, all_batches: Mapping[Any, Sequence[Any]]) -> list[Any]:
-        """Return the batch descriptors of the full graphs of a set with taps, given vLLM's by graph mode."""
-        return [batch for batch in self._captured(all_batches.get(_FULL, ())) if batch.num_tokens <= graphs.max_tokens]
+    def _batches_of(self, graphs: CUDAGraphSet, all_batches: Mapping[Any, Sequence[Any]]) -> dict[Any, list[Any]]:
+        """Return the batch descriptors of a set with taps by graph mode, given vLLM's."""
+        found = {mode: self._captured(each) for mode, each in all_batches.items()}
+        if graphs not in self._partial:
+            return found
+        return {_FULL: [batch for batch in found.get(_FULL, ()) if batch.num_tokens <= graphs.max_tokens]}
 
     def _captured(self, batches: Sequence[Any]) -> list[Any]:
         """Return those of vLLM's batch descriptors of one graph mode that sets with taps have graphs for."""
@@ -231,6 +231,7 @@ class CUDAGraphSetManager:
         The original method of vLLM's graph manager (``v1/worker/gpu/cudagraph_utils.py``) is called once per set.
         Drafters and encoders have managers of their own, whose graphs are captured once as in stock vLLM.
         """
+        install(GRAPHS)
         original: Callable[..., None] = manager.capture
         if self._fewer_sizes:
             self._wrap_dispatch(manager, is_steered)
@@ -241,11 +242,10 @@ class CUDAGraphSetManager:
             try:
                 for graphs in self._sets():
                     self._capturing = graphs
+                    if graphs is not self._no_taps:
+                        manager._capture_descs = self._batches_of(graphs, all_batches)
                     if graphs in self._partial:
-                        manager._capture_descs = {_FULL: self._full_batches(graphs, all_batches)}
                         graphs.piecewise = self._all_taps.piecewise
-                    elif graphs is not self._no_taps:
-                        manager._capture_descs = {mode: self._captured(each) for mode, each in all_batches.items()}
                     self.select_idle()
                     self._capture(manager, graphs, original, args, kwargs)
             finally:
@@ -294,6 +294,25 @@ class CUDAGraphSetManager:
             time.perf_counter() - started,
             (free - torch.cuda.mem_get_info()[0]) / 2**20,
         )
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def capture_on_one_stream(original: Callable[..., Any], device: torch.device) -> Iterator[Any]:
+    """Run vLLM's ``graph_capture``, but capture on the same stream each time.
+
+    A graph pool only reuses memory on the stream that allocated it. vLLM captures on a new stream, so each set would
+    allocate the buffers of its largest batch again.
+    """
+    with original(device) as context:
+        stream = context.stream = _capture_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield context
 
 
 def larger_batches(batches: Sequence[Any]) -> dict[Any, Any]:

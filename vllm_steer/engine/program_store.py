@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_steer.config import SteeringConfig
-from vllm_steer.engine.live_strengths import ENDED, LiveStrengths
+from vllm_steer.engine.live_strengths import LiveStrengths
 from vllm_steer.engine.operand_runs import OperandRuns
 from vllm_steer.engine.pinned_writer import PinnedTableWriter
 from vllm_steer.engine.record_keeper import Replay
@@ -207,7 +207,7 @@ class ProgramStore:
         self.last_segment[request_slot] = resolved.segments[-1].start
         if resolved.records is not None:
             if resolved.records.layout.live:
-                self._live.begin(request_id, live_id(sampling_params, request_id))
+                self._live.begin(request_id, live_id(sampling_params, request_id), prompt_len)
             self._add_dynamic(request_id, request_slot, resolved.records)
         return True
 
@@ -230,7 +230,7 @@ class ProgramStore:
         self._measure_records()
 
     def set_strengths(self, live: str, strengths: Mapping[str, float]) -> int:
-        """Set live strengths of a request from its next step on.
+        """Set live strengths of a request from its next step on, or from the end of its prompt if it is within it.
 
         Args:
             live: The request's live id.
@@ -239,16 +239,23 @@ class ProgramStore:
         Returns:
             The first position that has them, 0 if the request has had no step; -1 if it has ended.
         """
-        if not self._live.set(live, strengths):
-            return ENDED
-        request_id = self._live.request_id(live)
-        slot = None if request_id is None else self.slot_of(request_id)
-        dynamic = None if request_id is None else self._dynamic.get(request_id)
-        if request_id is None or slot is None or dynamic is None:
-            return self._live.position(live)
-        self._put_initial(request_id, slot, dynamic)
-        self.changes += 1
-        return self._new_position(request_id, slot)
+        request_id = self._live.request_id(live) or ""
+        slot = self.slot_of(request_id)
+        if slot is None or request_id not in self._dynamic:
+            return self._live.set(live, strengths, None)
+        position = self._live.set(live, strengths, self._new_position(request_id, slot))
+        if request_id not in self._live.delayed:
+            self._put_initial(request_id, slot, self._dynamic[request_id])
+            self.changes += 1
+        return position
+
+    def _end_delays(self) -> None:
+        """Put strengths in force that were set within a prompt that has been computed."""
+        for request_id in list(self._live.delayed):
+            slot = self.slot_of(request_id)
+            if slot is not None and self._live.end_delay(request_id, self._new_position(request_id, slot)):
+                self._put_initial(request_id, slot, self._dynamic[request_id])
+                self.changes += 1
 
     def _new_position(self, request_id: str, slot: int) -> int:
         """Return the first position that a request has not computed; a resumed one computes earlier ones again.
@@ -344,6 +351,8 @@ class ProgramStore:
 
     def flush(self) -> None:
         """Write the changes since the last step to the tables."""
+        if self._live.delayed:
+            self._end_delays()
         if self._flushed == self.changes:
             return
         self._flushed = self.changes

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_steer.compat.internals import RayExecutorV2
-from vllm_steer.config import REGISTRY_VARIABLE
 from vllm_steer.engine.executor import RowsOfAllStages
+from vllm_steer.settings import REGISTRY_VARIABLE
 
 
 class SteeringRayExecutor(RowsOfAllStages, RayExecutorV2):  # type: ignore[misc]

@@ -20,7 +20,7 @@ import msgspec
 from vllm_steer.capture.consumers.memory import STREAM, is_streamed
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.compat.internals import MPClient, RequestOutputKind
-from vllm_steer.config import REGISTRY_VARIABLE, SteeringConfig, from_vllm_config, rows_of_all_stages
+from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stages
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.controllers import read_controller
@@ -33,11 +33,11 @@ from vllm_steer.registry.location import parse_location, show_location
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.storage import open_store
 from vllm_steer.request.scalars import shown
+from vllm_steer.settings import CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, REGISTRY_VARIABLE
 
 if TYPE_CHECKING:
     from vllm_steer.frontend.controller_runner import ControllerRunner
 
-CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
 NOT_ENABLED = (
     "the engine runs without steering; start it with --enable-steering, LLM(enable_steering=True) or "
     "AsyncEngineArgs(**engine_kwargs())"
@@ -54,7 +54,6 @@ _CONTEXT = "_steering_context"
 _CONSUMER_OPTIONS = "_steering_consumer_options"
 _REGISTRY_OPTIONS = "_steering_registry_options"
 _CONTROLLER = "_steering_controller"
-CONTROLLER_VARIABLE = "VLLM_STEER_CONTROLLER"
 
 
 class RegistryOptions(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import context_of
-from vllm_steer.frontend.sample_state import sample_of
+from vllm_steer.frontend.sample_state import SampleState, sample_of
 from vllm_steer.metrics.collectors import add
 from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_live_magnitude
@@ -35,12 +35,31 @@ class LiveSample(NamedTuple):
     """vLLM's internal id."""
     live_id: str
     """Id of its live strengths; empty if it has none."""
+    number: int = 0
+    """Index of its output or choice."""
+
+
+class LivePosition(int):
+    """The position from which on a change of live strengths holds for every sample of a request.
+
+    Attributes:
+        positions: The first position of each running sample, by the index of its output or choice.
+    """
+
+    positions: Mapping[int, int]
+
+    @classmethod
+    def of(cls, positions: Mapping[int, int]) -> LivePosition:
+        """Return the position for samples with these first positions."""
+        found = cls(max(positions.values()))
+        found.positions = positions
+        return found
 
 
 def live_sample(state: Any) -> LiveSample:
     """Return the ids of the sample of one of vLLM's states."""
     sample = sample_of(state)
-    return LiveSample(state.request_id, "" if sample is None else sample.live_id)
+    return LiveSample(state.request_id, "" if sample is None else sample.live_id, state.request_index)
 
 
 def samples_of(output_processor: Any, request_id: str) -> list[LiveSample]:
@@ -67,10 +86,17 @@ def check_live(vllm_config: Any, program: Program | None) -> None:
         raise SteeringError("steering.live", f"{names} cannot change with data parallelism; use one engine per server")
 
 
+def _running_sample(running: Mapping[str, Any], sample: LiveSample) -> SampleState | None:
+    """Return our state of a sample, or None if it has ended, also if a later request has its id from vLLM."""
+    state = running.get(sample.engine_id)
+    found = None if state is None else sample_of(state)
+    return found if found is not None and found.live_id == sample.live_id else None
+
+
 def check_strengths(
     engine: Any, request_id: str, samples: Sequence[LiveSample], strengths: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, float]]:
-    """Return vLLM's states of a request's running samples, and the checked strengths.
+) -> tuple[list[LiveSample], dict[str, float]]:
+    """Return a request's running samples, and the checked strengths.
 
     Args:
         engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
@@ -83,16 +109,15 @@ def check_strengths(
             exceeds the server's limit of the norm that an edit may add, or overflows with the edit's own numbers.
     """
     running = engine.output_processor.request_states
-    found = [(each, running.get(each.engine_id)) for each in samples]
-    states = [state for each, state in found if state is not None and live_sample(state) == each]
-    if not states and samples:
+    found = [(each, sample) for each in samples if (sample := _running_sample(running, each)) is not None]
+    if not found and samples:
         raise EndedRequestError("request_id", f"{request_id[:80]!r} has ended; send a new request with other strengths")
-    if not states:
+    if not found:
         raise UnknownRequestError("request_id", f"{request_id[:80]!r} is not a running request")
     if not strengths:
         raise SteeringError("strengths", "is empty; give a number for at least one name")
-    sample = sample_of(states[0])
-    names = () if sample is None else sample.live_names
+    sample = found[0][1]
+    names = sample.live_names
     for name in strengths:
         if name not in names:
             similar = closest(name, names)
@@ -100,49 +125,54 @@ def check_strengths(
             raise SteeringError(shown(name).strip("'"), f"is not a live strength of this request; {hint}")
     checked = {name: read_number(value, name) for name, value in strengths.items()}
     context = context_of(engine.output_processor)
-    if context is not None and sample is not None and sample.readouts is not None:
+    if context is not None and sample.readouts is not None:
         check_live_magnitude(sample.readouts.program, checked, context.registry.max_norm)
         check_live_overflow(sample.readouts.program, checked, context.capabilities.dtype)
-    return states, checked
+    return [each for each, _ in found], checked
 
 
-def rpc_args(states: Iterable[Any], strengths: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
+def rpc_args(samples: Iterable[LiveSample], strengths: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
     """Return the arguments of the workers' method that changes strengths."""
-    return [live_sample(state).live_id for state in states], dict(strengths)
+    return [each.live_id for each in samples], dict(strengths)
 
 
-def first_position(engine: Any, request_id: str, states: Iterable[Any], answers: Sequence[Sequence[int]]) -> int:
+def first_position(
+    engine: Any, request_id: str, samples: Sequence[LiveSample], answers: Sequence[Sequence[int]]
+) -> LivePosition:
     """Return the position from which a change holds for every running sample, and count the change.
 
     Args:
         engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
         request_id: The client's id of the request, for messages.
-        states: vLLM's states of the request's samples, from :func:`check_strengths`.
+        samples: The request's samples, from :func:`check_strengths`.
         answers: Answers of all workers, each with one position per sample.
 
     Raises:
         EndedRequestError: All samples ended before the change reached the engine.
     """
-    position = max((position for answer in answers for position in answer), default=ENDED)
-    # A request that has begun meanwhile may have the id of an ended sample.
     running = engine.output_processor.request_states
-    if position == ENDED or not any(running.get(state.request_id) is state for state in states):
+    positions = {
+        each.number: position
+        for each, position in zip(samples, map(max, zip(*answers, strict=True)), strict=True)
+        if position != ENDED and _running_sample(running, each) is not None
+    }
+    if not positions:
         raise EndedRequestError(
             "request_id", f"{request_id[:80]!r} ended before the change; send a new request with another strength"
         )
     name = engine.vllm_config.model_config.served_model_name
     add("live_changes", model_name=name if isinstance(name, str) else str(engine.vllm_config.model_config.model))
-    return position
+    return LivePosition.of(positions)
 
 
 async def set_strength(
     engine: Any, request_id: str, samples: Sequence[LiveSample], strengths: Mapping[str, Any]
-) -> int:
+) -> LivePosition:
     """Set live strengths of the samples of a request of an ``AsyncLLM``, and return the first position that has them.
 
     Raises:
         SteeringError: See :func:`check_strengths` and :func:`first_position`.
     """
-    states, checked = check_strengths(engine, request_id, samples, strengths)
-    answers = await engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(states, checked))
-    return first_position(engine, request_id, states, answers)
+    running, checked = check_strengths(engine, request_id, samples, strengths)
+    answers = await engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(running, checked))
+    return first_position(engine, request_id, running, answers)

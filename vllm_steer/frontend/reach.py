@@ -43,7 +43,7 @@ class Selections(NamedTuple):
         unreached = tuple(
             (path, selector)
             for selector, paths in self.selectors
-            if not selector.reaches(state.prompt_len, stop)
+            if selector.intervals(state.prompt_len)[0][0] >= stop
             for path in paths
         )
         if not self.parts:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_SUBSPACE
 from vllm_steer.patching.header import Direction
-from vllm_steer.request.matrix import Matrix, is_matrix, parse_matrix, parse_subspace
+from vllm_steer.request.matrix import SUBSPACE, Matrix, is_matrix, parse_matrix, parse_subspace
 from vllm_steer.request.scalars import is_integer, read_choice, read_number, shown
 
 Ablation = Literal["zero", "mean", "resample"]
@@ -132,7 +131,7 @@ def read_subspaces(
 def _read_directions(value: object, hidden: int, field: str) -> Matrix:
     if not is_matrix(value):
         raise SteeringError(field, f"must be a list of directions or an array [k, {hidden}], not {shown(value)}")
-    directions = parse_matrix(value, field, MAX_SUBSPACE)
+    directions = parse_matrix(value, field, SUBSPACE)
     if directions.shape[1] != hidden:
         raise SteeringError(field, f"has shape {list(directions.shape)}; directions are [k, {hidden}]")
     return parse_subspace(directions, hidden, field)

@@ -26,7 +26,7 @@ from vllm_steer.program.records import TOKEN
 from vllm_steer.program.vector_table import VectorTable
 from vllm_steer.request import Projection, Selector, bytes_of
 from vllm_steer.request.condition import condition_source, stop_source
-from vllm_steer.request.mlp import NO_COSINE, TOO_LATE, MlpProbe
+from vllm_steer.request.hidden_layer import NO_COSINE, TOO_LATE, HiddenLayer
 from vllm_steer.request.part import IMAGE, PROMPT_PARTS
 from vllm_steer.request.probe import Probe
 from vllm_steer.request.selector import OPEN_END, Wire
@@ -124,7 +124,7 @@ def _bind_probe(readout: CompiledReadout, names: Names, vectors: VectorTable, so
         problem = f"cannot be combined with the probe {name}, which was registered with a bias or a sigmoid; omit it"
         raise SteeringError(f"{source}.cosine", problem)
     mlp, field = None, f"{source}.probe"
-    if isinstance(probe.weights, MlpProbe):
+    if isinstance(probe.weights, HiddenLayer):
         if readout.cosine:
             raise SteeringError(f"{source}.cosine", NO_COSINE)
         mlp, weights = compile_mlp(probe.weights), vectors.add_directions(probe.weights.weights, field)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -43,12 +44,14 @@ from vllm_steer.request import (
 )
 from vllm_steer.request.condition import condition_source
 from vllm_steer.request.feature import FeatureEdit
+from vllm_steer.request.hidden_layer import TOO_LATE, HiddenLayer
 from vllm_steer.request.matrix import orthonormal_basis
-from vllm_steer.request.mlp import TOO_LATE, MlpProbe
 from vllm_steer.request.part import PROMPT_PARTS
 from vllm_steer.request.scalars import FLOAT32_MAX, closest
 from vllm_steer.request.selector import Wire
 from vllm_steer.request.sites import Layers
+
+NO_READOUTS: Mapping[str, Readout] = MappingProxyType({})
 
 
 def compile_program(
@@ -57,7 +60,7 @@ def compile_program(
     *,
     edit_paths: Sequence[str] = (),
     capture_paths: Sequence[str] = (),
-    readouts: Sequence[Readout] = (),
+    readouts: Mapping[str, Readout] = NO_READOUTS,
     stops: Sequence[Stop] = (),
 ) -> Program:
     """Compile edits, capture specs, readouts and stops.
@@ -80,7 +83,7 @@ def compile_program(
     paths = edit_paths or ["steering"] * len(edits)
     widths = ((edit.width, path) for edit, path in zip(edits, paths, strict=True) if edit.width)
     vectors = VectorTable(*next(widths, (0, "")))
-    numbers = {readout.name: number for number, readout in enumerate(readouts)}
+    numbers = {name: number for number, name in enumerate(readouts)}
     compiled_edits: dict[int, CompiledEdit] = {}
     for number, (edit, path) in enumerate(zip(edits, paths, strict=True)):
         when = tuple(
@@ -89,7 +92,7 @@ def compile_program(
         )
         if strength_of(edit) != 0.0 or edit.when or edit.live or edit.tokens.spans:
             compiled_edits[number] = _compile_edit(edit, vectors, when, path)
-    compiled_readouts = tuple(_compile_readout(readout, vectors) for readout in readouts)
+    compiled_readouts = tuple(_compile_readout(name, readout, vectors) for name, readout in readouts.items())
     compiled_stops = tuple(_compile_stop(each, readouts, numbers, f"stop_on[{i}]") for i, each in enumerate(stops))
     projections: dict[tuple[int, ...], int] = {}
     compiled_captures: dict[bytes, tuple[CompiledCapture, int]] = {}
@@ -228,54 +231,56 @@ def _tokens_of(selector: Selector) -> Wire:
 
 
 def _compile_bound(bound: Bound) -> CompiledBound:
-    return CompiledBound(bound.above, bound.threshold)
+    if bound.above is not None:
+        return CompiledBound(True, bound.above)
+    return CompiledBound(False, bound.below or 0.0)
 
 
-def _compile_readout(readout: Readout, vectors: VectorTable) -> CompiledReadout:
-    directions = readout.directions
+def _compile_readout(name: str, readout: Readout, vectors: VectorTable) -> CompiledReadout:
+    directions = readout.projections if readout.probe is None else readout.probe
     indices: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     mlp = None
-    if readout.mlp is not None:
-        indices = vectors.add_directions(readout.mlp.weights, f"readouts.{readout.name}.probe.weights")
-        mlp = compile_mlp(readout.mlp)
+    if isinstance(directions, HiddenLayer):
+        indices = vectors.add_directions(directions.weights, f"readouts.{name}.probe.weights")
+        mlp = compile_mlp(directions)
     elif directions is None:
         pass
     elif isinstance(directions, NamedProjection):
         names = tuple(map(str, directions.probes))
     else:
-        indices = vectors.add_directions(directions, f"readouts.{readout.name}.{readout.kind}")
+        indices = vectors.add_directions(directions, f"readouts.{name}.{readout.kind}")
     return CompiledReadout(
-        name=readout.name,
+        name=name,
         scalar=KINDS_OF_READOUTS[readout.kind].is_scalar,
-        point=POINT_NAMES.index(readout.point),
-        layer=readout.layer,
+        point=_number_of(readout.point),
+        layer=readout.layer or 0,
         vectors=indices,
-        bias=readout.bias,
-        sigmoid=readout.sigmoid,
-        tokens=_tokens_of(readout.tokens),
+        bias=readout.bias or 0.0,
+        sigmoid=bool(readout.sigmoid),
+        tokens=_tokens_of(readout.positions),
         probes=names,
-        head=KINDS_OF_READOUTS[readout.kind].head + readout.sae,
-        top_k=readout.top_k,
-        layers=readout.layers,
-        cosine=readout.cosine,
-        parts=compile_parts(readout.tokens),
+        head=KINDS_OF_READOUTS[readout.kind].head + (readout.sae or ""),
+        top_k=readout.top_k or 0,
+        layers=(readout.layers or (0,)) if readout.top_k else (),
+        cosine=bool(readout.cosine),
+        parts=compile_parts(readout.positions),
         mlp=mlp,
         omitted=(*readout.omitted, *(("site",) if readout.sae else ())),
     )
 
 
-def compile_mlp(probe: MlpProbe) -> CompiledMlp:
+def compile_mlp(probe: HiddenLayer) -> CompiledMlp:
     """Return the part of a probe with a hidden layer that is not among the program's vectors."""
     return CompiledMlp(probe.activation, probe.biases, probe.outputs)
 
 
-def _find_probe(name: str, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> int:
+def _find_probe(name: str, readouts: Mapping[str, Readout], numbers: Mapping[str, int], field: str) -> int:
     if name not in numbers:
         raise SteeringError(
             f"{field}.readout", f"{name!r} is not among the request's readouts; {_use_instead(name, numbers)}"
         )
-    if not KINDS_OF_READOUTS[readouts[numbers[name]].kind].is_scalar:
+    if not KINDS_OF_READOUTS[readouts[name].kind].is_scalar:
         raise SteeringError(f"{field}.readout", f"{name!r} has several values per token; name a readout with one probe")
     return numbers[name]
 
@@ -289,22 +294,21 @@ def _use_instead(name: str, numbers: Mapping[str, int]) -> str:
     return 'declare it, for example readouts={"refusal": {"probe": ..., "point": ..., "layer": ...}}'
 
 
-def _compile_stop(stop: Stop, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> CompiledStop:
+def _compile_stop(stop: Stop, readouts: Mapping[str, Readout], numbers: Mapping[str, int], field: str) -> CompiledStop:
     number = _find_probe(stop.readout, readouts, numbers, field)
-    return CompiledStop(number, _compile_bound(stop.bound), stop.tokens, compile_parts(stop.part))
+    return CompiledStop(number, _compile_bound(stop.bound), stop.tokens, compile_parts(stop.positions))
 
 
 def _compile_condition(
-    condition: Condition, edit: Edit, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str
+    condition: Condition, edit: Edit, readouts: Mapping[str, Readout], numbers: Mapping[str, int], field: str
 ) -> CompiledCondition:
     index = _find_probe(condition.readout, readouts, numbers, field)
     kind = WINDOW_CODES.get(condition.window, 0)
     if condition.over is not None:
         kind = (OVER_CODES if condition.window == "prompt" else PREVIOUS_CODES)[condition.over]
-    elif condition.count is not None:
+    elif condition.tokens is not None:
         kind = HELD
-    readout = readouts[index]
-    if kind == TOKEN and readout.mlp is not None:
+    if kind == TOKEN and isinstance(readouts[condition.readout].probe, HiddenLayer):
         raise SteeringError(f"{field}.window", TOO_LATE)
     if kind != TOKEN and edit.tokens.to_wire() in ("all", "prompt", "last_prompt", *PROMPT_PARTS):
         raise SteeringError(
@@ -318,10 +322,10 @@ def _compile_condition(
         _compile_bound(condition.bound),
         condition.sharpness or 0.0,
         None if condition.release is None else _compile_bound(condition.release),
-        None if condition.tokens is None or condition.tokens.spans else condition.tokens.to_wire(),
+        None if condition.positions is None or condition.positions.spans else condition.positions.to_wire(),
         condition.alpha or 0.0,
-        condition.count or 0,
-        compile_parts(condition.tokens),
+        condition.tokens or 0,
+        compile_parts(condition.positions),
     )
 
 

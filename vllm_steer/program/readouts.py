@@ -12,7 +12,7 @@ import msgspec
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.part import CompiledPart
 from vllm_steer.request import Selector
-from vllm_steer.request.mlp import ACTIVATIONS
+from vllm_steer.request.hidden_layer import ACTIVATIONS
 from vllm_steer.request.readout import ReadoutKind as KindName
 from vllm_steer.request.selector import Wire
 

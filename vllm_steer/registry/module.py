@@ -137,7 +137,7 @@ def parse_module(content: Mapping[str, Any]) -> Module:
         content: Values by key; None means absent. ``base``, ``prefill`` and ``decode`` are
             ``{point: {layer: vector | {"vector": ..., "scale": ...}}}``. ``edits`` is a list of `Edit` objects or of
             dicts with its arguments. ``probes`` is ``{name: probe}``; a probe is a vector or a dict of
-            :class:`~vllm_steer.request.probe.ProbeForm`'s fields.
+            :class:`~vllm_steer.request.probe.Probe`'s fields.
 
     Raises:
         SteeringError: A key is unknown, a value is invalid, vectors differ in width, or the module is empty. Its

@@ -28,8 +28,8 @@ from vllm_steer.limits import MAX_EDITS
 from vllm_steer.registry.metadata import METADATA_KEYS, ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import EDITS, MAX_PROBES, PROBES, TIERS, Module, parse_module
 from vllm_steer.registry.strict_json import parse_json
-from vllm_steer.request.mlp import ARRAYS as MLP_ARRAYS
-from vllm_steer.request.mlp import MlpProbe
+from vllm_steer.request.hidden_layer import ARRAYS as MLP_ARRAYS
+from vllm_steer.request.hidden_layer import HiddenLayer
 from vllm_steer.request.probe import READING
 from vllm_steer.request.scalars import shown
 from vllm_steer.request.vector import PACKED_DTYPES, from_bytes
@@ -100,7 +100,7 @@ def write_module(module: Module, metadata: ModuleMetadata = ModuleMetadata()) ->
         edits.append({**edit.to_wire(), "vector": f"{EDITS}.{i}"})
     activations = {}
     for name, probe in module.probes.items():
-        if isinstance(probe.weights, MlpProbe):
+        if isinstance(probe.weights, HiddenLayer):
             tensors.update((f"{MLP_PROBES}.{name}.{key}", array) for key, array in probe.weights.arrays.items())
             activations[name] = probe.weights.activation
         else:

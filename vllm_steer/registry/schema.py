@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.metadata import ModuleMetadata
-from vllm_steer.request.mlp import MlpProbe
+from vllm_steer.request.hidden_layer import HiddenLayer
 from vllm_steer.request.probe import Probe
 
 
@@ -76,7 +76,7 @@ class ProbeInfo(_Answer):
     @classmethod
     def of(cls, probe: Probe) -> ProbeInfo:
         """Return the description of a probe."""
-        hidden = len(probe.weights.weights.directions) if isinstance(probe.weights, MlpProbe) else None
+        hidden = len(probe.weights.weights.directions) if isinstance(probe.weights, HiddenLayer) else None
         return cls(bias=probe.bias, sigmoid=probe.sigmoid, point=probe.point, layer=probe.layer, hidden=hidden)
 
 
@@ -181,7 +181,10 @@ class LiveStrengths(_Answer):
     id: str
     """Id of the request, as in the path."""
     position: int
-    """Position from which on the strengths hold, in the prompt and the generated tokens together, from 0."""
+    """Position from which on the strengths hold for all samples, in the prompt and the generated tokens together, from
+    0."""
+    positions: dict[int, int]
+    """Position from which on they hold for each sample that runs, by the index of its choice."""
     strengths: dict[str, float]
     """The strengths that were set, by name."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.request.json_schema import any_of
+from vllm_steer.request.declared import any_of
 from vllm_steer.request.part import GeneratedForm, PromptPartName
 from vllm_steer.request.projection import DirectionsForm, ProbesForm
 from vllm_steer.request.selector import PositionListForm, PositionsName

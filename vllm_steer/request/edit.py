@@ -15,7 +15,7 @@ from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS_FLAG, PointName
 from vllm_steer.request.arguments import suggest_arguments
 from vllm_steer.request.capture_source import CapturedRows, RowsForm, is_captured, refuse_names, rows_of
-from vllm_steer.request.condition import Condition, ConditionForm, WhenInput, read_when
+from vllm_steer.request.condition import Condition, WhenInput, read_when
 from vllm_steer.request.feature import PARAMETERS as FEATURE_PARAMETERS
 from vllm_steer.request.feature import FeatureEdit, no_vector, read_feature_edit
 from vllm_steer.request.matrix import (
@@ -165,7 +165,7 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     add: Annotated[float | None, msgspec.Meta(description="`feature` only: added to the activation.")] = None
     when: Annotated[
-        Annotated[list[ConditionForm], msgspec.Meta(min_length=1, max_length=MAX_CONDITIONS)] | ConditionForm | None,
+        Annotated[list[Condition], msgspec.Meta(min_length=1, max_length=MAX_CONDITIONS)] | Condition | None,
         msgspec.Meta(description="Conditions on readouts, all of which must hold; null to edit always."),
     ] = None
     live: Annotated[
@@ -267,7 +267,7 @@ class Edit:
             set: For ``feature``, the new activation; TopK autoencoders are refused.
             add: For ``feature``, a number that is added to the activation, instead of ``set``.
             when: A condition on a readout of the request, such as ``{"readout": "refusal", "above": 0.6}``, or a list
-                of conditions, all of which must hold. `ConditionForm` lists the keys.
+                of conditions, all of which must hold. `Condition` lists the keys.
             live: Name of a factor of the strength, 1 at first, that ``set_strength`` changes during the request.
 
         Raises:

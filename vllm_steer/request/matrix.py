@@ -2,6 +2,7 @@
 """Matrices of a `replace` edit: rows by position, and the directions of a subspace."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -13,7 +14,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_MATRIX_COMPONENTS, MAX_SELECTOR_ITEMS, MAX_SUBSPACE, MAX_WIDTH
 from vllm_steer.request.scalars import is_integer, shown
 from vllm_steer.request.selector import Selector
-from vllm_steer.request.vector import PackedVector, decode_packed, parse_vector, read_packed_dtype
+from vllm_steer.request.vector import PackedVector, Vector, decode_packed, parse_vector, read_packed_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -45,14 +46,50 @@ def is_matrix(value: object) -> bool:
     return len(getattr(value, "shape", ())) == 2
 
 
-def parse_matrix(value: object, field: str = "vector", max_rows: int = MAX_SELECTOR_ITEMS) -> Matrix:
+@dataclass(frozen=True)
+class MatrixLimits:
+    """Limits of a matrix ``[n, H]``, and the words for its rows in errors."""
+
+    noun: str
+    letter: str
+    """Stands for the number of rows in a shape."""
+    max_rows: int
+    max_components: int = MAX_MATRIX_COMPONENTS
+
+    @property
+    def shape(self) -> str:
+        """The shape in words."""
+        return f"[{self.letter}, H]"
+
+    def check(self, shape: object, field: str) -> tuple[int, int]:
+        """Return a shape as two integers; raise SteeringError if it is not one of a matrix within the limits."""
+        if not isinstance(shape, (list, tuple)) or not all(map(is_integer, shape)):
+            raise SteeringError(field, f"must have a shape of two integers, {self.shape}, not {shown(shape)}")
+        if len(shape) != 2:
+            hint = f"; a single {self.noun[:-1]} is [1, H]" if len(shape) == 1 else ""
+            raise SteeringError(field, f"has shape {shown(list(shape))}; {self.noun} are {self.shape}{hint}")
+        count, width = int(shape[0]), int(shape[1])
+        if not 1 <= count <= self.max_rows or not 1 <= width <= MAX_WIDTH or count * width > self.max_components:
+            raise SteeringError(
+                field,
+                f"has shape {shown([count, width])}; allowed are 1 to {self.max_rows} {self.noun} of 1 to {MAX_WIDTH} "
+                f"components, at most {self.max_components} in total",
+            )
+        return count, width
+
+
+ROWS = MatrixLimits("rows", "n", MAX_SELECTOR_ITEMS)
+SUBSPACE = MatrixLimits("directions", "k", MAX_SUBSPACE)
+
+
+def parse_matrix(value: object, field: str = "vector", limits: MatrixLimits = ROWS) -> Matrix:
     """Parse a matrix.
 
     Args:
         value: A list of vectors in any form that `parse_vector` accepts, a numpy array or torch tensor ``[n, H]``, or
             the packed form with shape ``[n, H]``.
         field: Path of the value, for errors.
-        max_rows: Most rows.
+        limits: Limits of the shape.
 
     Returns:
         A float32 array ``[n, H]``: C-contiguous, finite, read-only, sharing no writeable memory.
@@ -62,29 +99,31 @@ def parse_matrix(value: object, field: str = "vector", max_rows: int = MAX_SELEC
     """
     rows: Any = value
     if isinstance(value, Mapping):
-        rows = _unpacked(value, field, max_rows)
+        dtype = read_packed_dtype(value, field)
+        shape = limits.check(value["shape"], f"{field}.shape")
+        rows = decode_packed(value["data"], shape[0] * shape[1], dtype, f"{field}.data").reshape(shape)
     elif not isinstance(value, (list, tuple)):
-        shape = getattr(value, "shape", None)
-        if not isinstance(shape, tuple) or not hasattr(value, "dtype"):
+        given = getattr(value, "shape", None)
+        if not isinstance(given, tuple) or not hasattr(value, "dtype"):
             raise SteeringError(
                 field,
-                "must be a list of vectors, a numpy array or torch tensor [n, H], or packed (dtype, shape [n, H], "
-                f"data), not {shown(value)} ({type(value).__name__})",
+                f"must be a list of vectors, a numpy array or torch tensor {limits.shape}, or packed (dtype, shape "
+                f"{limits.shape}, data), not {shown(value)} ({type(value).__name__})",
             )
-        _check_shape(shape, field, max_rows)
+        limits.check(given, field)
         if getattr(getattr(value, "device", None), "type", "cpu") == "cuda":
             rows = rows.cpu()
-    if not 1 <= len(rows) <= max_rows:
-        raise SteeringError(field, f"has {len(rows)} rows; give 1 to {max_rows}")
-    vectors = []
+    if not 1 <= len(rows) <= limits.max_rows:
+        raise SteeringError(field, f"has {len(rows)} {limits.noun}; give 1 to {limits.max_rows}")
+    vectors: list[Vector] = []
     for i, row in enumerate(rows):
         vectors.append(parse_vector(row, f"{field}[{i}]"))
         if vectors[i].size != vectors[0].size:
             raise SteeringError(
                 f"{field}[{i}]", f"has width {vectors[i].size}, but {field}[0] has width {vectors[0].size}"
             )
-        if (i + 1) * vectors[0].size > MAX_MATRIX_COMPONENTS:
-            raise SteeringError(field, f"has more than {MAX_MATRIX_COMPONENTS} components in {len(rows)} rows")
+        if (i + 1) * vectors[0].size > limits.max_components:
+            raise SteeringError(field, f"has more than {limits.max_components} components in {len(rows)} {limits.noun}")
     # A view of a bytes object is immutable for good.
     return np.frombuffer(b"".join(vector.tobytes() for vector in vectors), np.float32).reshape(len(vectors), -1)
 
@@ -102,7 +141,7 @@ def parse_subspace(value: object, width: int, field: str = "subspace") -> Matrix
     """
     if not is_matrix(value):
         raise SteeringError(field, "must be a list of directions, or an array [k, H]; write one direction as [v]")
-    directions = parse_matrix(value, field, MAX_SUBSPACE)
+    directions = parse_matrix(value, field, SUBSPACE)
     if directions.shape[1] != width:
         raise SteeringError(field, f"has width {directions.shape[1]}, but vector has width {width}")
     for i, direction in enumerate(directions):
@@ -158,22 +197,3 @@ def _normalized(directions: bytes, count: int) -> npt.NDArray[np.float64]:
     wide = np.frombuffer(directions, np.float32).reshape(count, -1).astype(np.float64)
     normalized: npt.NDArray[np.float64] = wide / np.linalg.norm(wide, axis=1, keepdims=True)
     return normalized
-
-
-def _check_shape(shape: object, field: str, max_rows: int) -> tuple[int, int]:
-    if not isinstance(shape, (list, tuple)) or len(shape) != 2 or not all(map(is_integer, shape)):
-        raise SteeringError(field, f"must have a shape of two integers, [n, H], not {shown(shape)}")
-    count, width = int(shape[0]), int(shape[1])
-    if not 1 <= count <= max_rows or not 1 <= width <= MAX_WIDTH or count * width > MAX_MATRIX_COMPONENTS:
-        raise SteeringError(
-            field,
-            f"has shape {shown([count, width])}; allowed are 1 to {max_rows} rows of 1 to {MAX_WIDTH} components, at "
-            f"most {MAX_MATRIX_COMPONENTS} in total",
-        )
-    return count, width
-
-
-def _unpacked(packed: Mapping[Any, object], field: str, max_rows: int) -> npt.NDArray[Any]:
-    dtype = read_packed_dtype(packed, field)
-    shape = _check_shape(packed["shape"], f"{field}.shape", max_rows)
-    return decode_packed(packed["data"], shape[0] * shape[1], dtype, f"{field}.data").reshape(shape)

@@ -17,6 +17,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
+from vllm_steer.request.declared import Declared, any_of
 from vllm_steer.request.scalars import is_integer, read_choice, shown
 
 SpanName = Literal["thinking", "tool_call"]
@@ -49,22 +50,24 @@ class GeneratedForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ]
 
 
-class SpanForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SpanForm(Declared, frozen=True):
     """Generated tokens relative to the first one, or inside or outside of a span between two tokens."""
 
     generated: Annotated[
-        list[int | list[int | None]] | None,
+        Any,
+        any_of(list[int | list[int | None]], None),
         msgspec.Meta(description=_FROM_FIRST_GENERATED),
     ] = None
     between: Annotated[
-        SpanName | _Pair | None,
+        Any,
+        any_of(SpanName, _Pair, None),
         msgspec.Meta(
             description="Generated tokens from a start token to an end token, both included: a part, or the two "
             "tokens, as ids or as text that is one token."
         ),
     ] = None
     outside: Annotated[
-        SpanName | _Pair | None, msgspec.Meta(description="All other generated tokens; as for `between`.")
+        Any, any_of(SpanName, _Pair, None), msgspec.Meta(description="All other generated tokens; as for `between`.")
     ] = None
     opened: Annotated[
         bool,
@@ -105,29 +108,22 @@ PARTS: Mapping[PartName, tuple[Span, ...]] = MappingProxyType(
 """The spans of which a token of each part is inside or outside."""
 
 
-def read_span(value: Mapping[str, Any], field: str) -> Span:
-    """Parse ``between`` or ``outside`` of a :class:`SpanForm`.
-
-    Raises:
-        SteeringError: A key or value is invalid.
-    """
-    given = [key for key in ("between", "outside") if value.get(key) is not None]
+def read_span(form: SpanForm, field: str) -> Span:
+    """Return the span of ``between`` or ``outside``; raise SteeringError if it is invalid."""
+    given = [key for key in ("between", "outside") if getattr(form, key) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
         raise SteeringError(field, f"must have exactly one of the keys generated, between and outside; it has {found}")
     key = given[0]
-    opened = value.get("opened", False)
-    if not isinstance(opened, bool):
-        raise SteeringError(f"{field}.opened", f"must be true or false, not {shown(opened)}")
-    span, path = value[key], f"{field}.{key}"
+    span, path, outside = getattr(form, key), f"{field}.{key}", key == "outside"
     if isinstance(span, str):
-        return Span(read_choice(span, SPANS, path), outside=key == "outside", opened=opened)
+        return Span(read_choice(span, SPANS, path), outside=outside, opened=form.opened)
     if not isinstance(span, (list, tuple)) or len(span) != 2:
         raise SteeringError(path, f"must be {', '.join(SPANS)}, or a start and an end token, not {shown(span)}")
     start, end = (_read_marker(marker, f"{path}[{i}]") for i, marker in enumerate(span))
     if start == end:
         raise SteeringError(path, f"{shown(start)} cannot both begin and end a span; name two tokens")
-    return Span("", start, end, key == "outside", opened)
+    return Span("", start, end, outside, form.opened)
 
 
 def read_parts(value: object, field: str) -> dict[str, tuple[Marker, ...]]:
@@ -143,7 +139,7 @@ def read_parts(value: object, field: str) -> dict[str, tuple[Marker, ...]]:
         read_choice(name, SPANS, field)
         if isinstance(pair, str) or not isinstance(pair, Sequence):
             raise SteeringError(f"{field}.{name}", f"must be a start and an end token, not {shown(pair)}")
-        span = read_span({"between": list(pair)}, f"{field}.{name}")
+        span = read_span(SpanForm(between=list(pair)), f"{field}.{name}")
         read[name] = (span.start, span.end)
     return read
 

@@ -11,24 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_COMPONENTS, MAX_DIRECTIONS, MAX_ENGINE_DIRECTIONS, MAX_WIDTH
+from vllm_steer.limits import MAX_COMPONENTS, MAX_DIRECTIONS, MAX_ENGINE_DIRECTIONS
+from vllm_steer.request.matrix import MatrixInput, MatrixLimits, parse_matrix
 from vllm_steer.request.references import ProbeReference, parse_probe
-from vllm_steer.request.scalars import is_integer, shown
 from vllm_steer.request.vector import (
     PackedVector,
     VectorForm,
     content_digest,
-    decode_packed,
-    parse_vector,
-    read_packed_dtype,
 )
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-DirectionsInput: TypeAlias = (
-    "Sequence[Sequence[float]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | torch.Tensor | Mapping[str, object]"
-)
+DirectionsInput: TypeAlias = MatrixInput
+DIRECTIONS = MatrixLimits("directions", "k", MAX_DIRECTIONS, MAX_COMPONENTS)
 
 
 class DirectionsForm(msgspec.Struct, forbid_unknown_fields=True):
@@ -73,14 +69,14 @@ class Projection:
         Raises:
             SteeringError: ``directions`` has another form.
         """
-        object.__setattr__(self, "directions", _read(directions, field))
+        object.__setattr__(self, "directions", parse_matrix(directions, field, DIRECTIONS))
 
     @classmethod
     def from_wire(cls, obj: object, field: str = "reduce") -> "Projection":
         """Decode the result of `to_wire`; raise SteeringError on anything else."""
         if not isinstance(obj, Mapping) or set(obj) != {"shape", "data"} or not isinstance(obj["data"], bytes):
             raise SteeringError(field, "is not an encoded projection")
-        shape = _shape(obj["shape"], field)
+        shape = DIRECTIONS.check(obj["shape"], field)
         if len(obj["data"]) != 4 * shape[0] * shape[1]:
             raise SteeringError(field, f"has {len(obj['data'])} bytes of data for shape {list(shape)} in float32")
         return cls(np.frombuffer(obj["data"], "<f4").reshape(shape), field)
@@ -156,55 +152,3 @@ class NamedProjection:
     def to_wire(self) -> dict[str, object]:
         """Return the names as builtins."""
         return {"probes": [str(probe) for probe in self.probes]}
-
-
-def _read(value: object, field: str) -> npt.NDArray[np.float32]:
-    if isinstance(value, Mapping):
-        rows: Any = _unpacked(value, field)
-    elif isinstance(value, (list, tuple)):
-        rows = value
-    else:
-        shape = getattr(value, "shape", None)
-        if not isinstance(shape, tuple) or not hasattr(value, "dtype"):
-            raise SteeringError(
-                field,
-                "must be a list of vectors, a numpy array or torch tensor [k, H], or packed (dtype, shape [k, H], "
-                f"data), not {shown(value)} ({type(value).__name__})",
-            )
-        _shape(shape, field)
-        rows = value
-    if not 1 <= len(rows) <= MAX_DIRECTIONS:
-        raise SteeringError(field, f"has {len(rows)} directions; give 1 to {MAX_DIRECTIONS}")
-    vectors = []
-    for i, row in enumerate(rows):
-        vectors.append(parse_vector(row, f"{field}[{i}]"))
-        if vectors[i].size != vectors[0].size:
-            raise SteeringError(
-                f"{field}[{i}]", f"has width {vectors[i].size}, but {field}[0] has width {vectors[0].size}"
-            )
-        if (i + 1) * vectors[0].size > MAX_COMPONENTS:
-            raise SteeringError(field, f"has more than {MAX_COMPONENTS} components in {len(rows)} directions")
-    # A view of a bytes object is immutable for good.
-    return np.frombuffer(b"".join(vector.tobytes() for vector in vectors), np.float32).reshape(len(vectors), -1)
-
-
-def _shape(shape: object, field: str) -> tuple[int, int]:
-    if not isinstance(shape, (list, tuple)) or not all(map(is_integer, shape)):
-        raise SteeringError(field, f"must have a shape of two integers, [k, H], not {shown(shape)}")
-    if len(shape) != 2:
-        hint = "; a single direction is [1, H]" if len(shape) == 1 else ""
-        raise SteeringError(field, f"has shape {shown(list(shape))}; directions are [k, H]{hint}")
-    count, width = int(shape[0]), int(shape[1])
-    if not 1 <= count <= MAX_DIRECTIONS or not 1 <= width <= MAX_WIDTH or count * width > MAX_COMPONENTS:
-        raise SteeringError(
-            field,
-            f"has shape {shown([count, width])}; allowed are 1 to {MAX_DIRECTIONS} directions of 1 to {MAX_WIDTH} "
-            f"components, at most {MAX_COMPONENTS} in total",
-        )
-    return count, width
-
-
-def _unpacked(packed: Mapping[Any, object], field: str) -> npt.NDArray[Any]:
-    dtype = read_packed_dtype(packed, field)
-    shape = _shape(packed["shape"], f"{field}.shape")
-    return decode_packed(packed["data"], shape[0] * shape[1], dtype, f"{field}.data").reshape(shape)

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON form of the fields that a request may have.
 
-The forms declare names, JSON types, defaults and descriptions. The parsers take names and required fields from them.
-The OpenAPI document and docs/reference derive from their JSON Schemas.
+The types of the fields are declared beside their checks (:mod:`vllm_steer.request.declared`). The OpenAPI document and
+docs/reference derive from their JSON Schemas.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 
 from vllm_steer.limits import MAX_READOUTS, MAX_STOPS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.request.capture_form import CaptureForm
-from vllm_steer.request.condition import StopForm
+from vllm_steer.request.condition import Stop
+from vllm_steer.request.declared import Schema, any_of, json_schema
 from vllm_steer.request.edit import EditForm
-from vllm_steer.request.json_schema import Schema, any_of, json_schema
-from vllm_steer.request.readout import ReadoutForm
+from vllm_steer.request.readout import Readout
 from vllm_steer.request.references import ReferencesForm
 from vllm_steer.request.vector import VectorForm
 
@@ -63,7 +65,7 @@ class RequestForm(msgspec.Struct, kw_only=True):
         msgspec.Meta(min_length=1, description="Rows of the residual stream to capture, by consumer."),
     ]
     readouts: Annotated[
-        dict[str, ReadoutForm],
+        dict[str, Readout],
         msgspec.Meta(
             min_length=1,
             max_length=MAX_READOUTS,
@@ -71,11 +73,17 @@ class RequestForm(msgspec.Struct, kw_only=True):
         ),
     ]
     stop_on: Annotated[
-        list[StopForm],
+        list[Stop],
         msgspec.Meta(
             min_length=1, max_length=MAX_STOPS, description="Conditions on readouts, any of which ends generation."
         ),
     ]
+
+
+GENERAL_NAMES: Mapping[str, type] = MappingProxyType(
+    {name: get_origin(kind) for name, kind in get_type_hints(RequestForm).items() if "steering" not in name}
+)
+"""Fields whose names may have another meaning inside other objects, with the type that the value of ours has."""
 
 
 def request_schemas() -> dict[str, Schema]:

@@ -57,6 +57,20 @@ def read_number(value: Any, field: str) -> float:
     return number
 
 
+def read_integer(value: Any, low: int, high: int, field: str) -> int:
+    """Return a Python or numpy integer as an int; raise SteeringError if it is not ``low`` to ``high``."""
+    if not is_integer(value) or not low <= value <= high:
+        raise SteeringError(field, f"must be {low} to {high}, not {shown(value)}")
+    return int(value)
+
+
+def read_flag(value: object, field: str) -> bool:
+    """Return a boolean; raise SteeringError for anything else."""
+    if not isinstance(value, bool):
+        raise SteeringError(field, f"must be true or false, not {shown(value)} ({type(value).__name__})")
+    return value
+
+
 def closest(name: object, names: Iterable[str]) -> str | None:
     """Return the most similar of ``names`` if ``name`` could be a misspelling of it."""
     if not isinstance(name, str) or len(name) > _MAX_COMPARED_CHARS:  # comparing takes quadratic time

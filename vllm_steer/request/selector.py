@@ -2,10 +2,10 @@
 """Token selectors: the positions of a request that an edit or a capture covers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
+from vllm_steer.request.declared import read
 from vllm_steer.request.part import PARTS, PROMPT_PARTS, PartName, PromptPartName, Span, SpanForm, read_span
 from vllm_steer.request.scalars import MASK_HINT, did_you_mean, is_integer, read_choice, refuse_repeated, shown
 
@@ -83,8 +84,7 @@ POSITION_ALIASES: Mapping[str, PositionsName] = MappingProxyType(
 """Position names by names that other interfaces use, for error messages."""
 
 
-@dataclass(frozen=True)
-class _Generated:
+class _Generated(NamedTuple):
     """Intervals that count from the first generated token."""
 
     intervals: tuple[Interval, ...]
@@ -93,7 +93,6 @@ class _Generated:
 _Where: TypeAlias = "SelectorName | PartName | PromptPartName | tuple[Interval, ...] | _Generated | Span"
 
 
-@dataclass(frozen=True, init=False, repr=False)
 class Selector:
     """A set of token positions of one request; immutable and hashable.
 
@@ -117,6 +116,7 @@ class Selector:
     # A name, or intervals. In an interval, a start below 0 and a stop of 0 or below count from the prompt's end. A stop
     # of 0 is that end itself, which a pair in a request cannot express. OPEN_END means no end.
     _where: _Where
+    __slots__ = ("_where",)
 
     def __init__(self, tokens: TokensInput = "all", field: str = "tokens") -> None:
         """Parse ``tokens``; raise SteeringError naming ``field`` if it has none of the forms above."""
@@ -142,17 +142,11 @@ class Selector:
             return tuple(
                 (start + prompt_len, min(stop + prompt_len, OPEN_END)) for start, stop in self._where.intervals
             )
-        if isinstance(self._where, Span) or self._where in PARTS:
-            return (NAMED["generated"](prompt_len),)
-        if isinstance(self._where, str):
+        if self.is_named:
             # Images and messages can be anywhere until their positions are filled in.
-            name = _UNBOUND.get(self._where, self._where)
-            return (NAMED[name](prompt_len),)  # type: ignore[index]
-        return tuple(_merged(_resolved(interval, prompt_len, field) for interval in self._where))
-
-    def reaches(self, prompt_len: int, stop: int) -> bool:
-        """Return whether a position before ``stop`` is selected; arguments and errors are those of `beyond`."""
-        return self.intervals(prompt_len)[0][0] < stop
+            name: Any = "generated" if self.spans else self._where
+            return (NAMED[_UNBOUND.get(name, name)](prompt_len),)
+        return tuple(_merged(_resolved(interval, prompt_len, field) for interval in self._intervals))
 
     def beyond(self, prompt_len: int, stop: int) -> tuple[int | list[int | None], ...]:
         """Return the selected positions and ``[start, stop]`` pairs from position ``stop`` on.
@@ -250,6 +244,18 @@ class Selector:
         """Parse the result of `to_wire`, with the checks of `parse`."""
         return _named(obj) if isinstance(obj, str) else cls.parse(obj)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"cannot set {name}: selectors are immutable")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Selector, (self.to_wire(),)
+
+    def __eq__(self, other: object) -> bool:
+        return self._where == other._where if isinstance(other, Selector) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._where)
+
     def __repr__(self) -> str:
         return f"Selector({self.to_wire()!r})"
 
@@ -283,19 +289,14 @@ def _read(tokens: object, field: str) -> _Where:
 
 def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
     names = SpanForm.__struct_fields__
-    unknown = [key for key in tokens if key not in names]
-    similar = did_you_mean(unknown[0], names) if unknown else ""
-    if not similar and len(unknown) == len(tokens):
+    if not any(key in names or did_you_mean(key, names) for key in islice(tokens, len(names) + 1)):
         raise selector_form_error(tokens, TOKEN_NAMES, field, keys=_MAPPING_KEYS)
-    if unknown:
-        raise SteeringError(
-            field, f"unknown key {shown(unknown[0])}; use generated, between or outside (with opened){similar}"
-        )
-    if tokens.get("generated") is None:
-        return read_span(tokens, field)
+    form = read(SpanForm, tokens, field)
+    if form.generated is None:
+        return read_span(form, field)
     if len(tokens) > 1:
         raise SteeringError(field, f"has the keys {', '.join(map(str, tokens))}; give generated without any other key")
-    items, path = tokens["generated"], f"{field}.generated"
+    items, path = form.generated, f"{field}.generated"
     hint = f"; {_ARRAY_HINT}" if hasattr(items, "tolist") else ""
     if not isinstance(items, list) or not 1 <= len(items) <= MAX_SELECTOR_ITEMS:
         problem = f"must be a list of 1 to {MAX_SELECTOR_ITEMS} positions or pairs, not {shown(items)}{hint}"

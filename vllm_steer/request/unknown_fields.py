@@ -61,50 +61,12 @@ FIELDS_OF_OTHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 The interfaces in ``vllm_steer/peers`` serve some of them; requests that do not pass through one are refused.
 """
 
-_CAPTURE_WORDS = frozenset(
-    [
-        "activation",
-        "activations",
-        "capture",
-        "captured",
-        "captures",
-        "capturing",
-        "config",
-        "consumer",
-        "consumers",
-        "generated",
-        "hidden",
-        "hook",
-        "hooks",
-        "layer",
-        "layers",
-        "memory",
-        "output",
-        "outputs",
-        "param",
-        "params",
-        "position",
-        "positions",
-        "prompt",
-        "request",
-        "requests",
-        "resid",
-        "residual",
-        "result",
-        "results",
-        "row",
-        "rows",
-        "spec",
-        "specs",
-        "state",
-        "states",
-        "stream",
-        "token",
-        "tokens",
-        "vector",
-        "vectors",
-    ]
-)
+_CAPTURE_WORDS = frozenset((
+    "activation", "activations", "capture", "captured", "captures", "capturing", "config", "consumer", "consumers",
+    "generated", "hidden", "hook", "hooks", "layer", "layers", "memory", "output", "outputs", "param", "params",
+    "position", "positions", "prompt", "request", "requests", "resid", "residual", "result", "results", "row",
+    "rows", "spec", "specs", "state", "states", "stream", "token", "tokens", "vector", "vectors",
+))  # fmt: skip
 _CASE_CHANGE = re.compile("(?<=[a-z0-9])(?=[A-Z])")
 _NOT_LETTERS = re.compile("[^a-z]+")
 

@@ -14,37 +14,33 @@ from typing import Any
 import msgspec
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from vllm_steer.config import REGISTRY_VARIABLE, SCHEDULER_CLS, WORKER_CLS, engine_kwargs
+from vllm_steer.config import SCHEDULER_CLS, WORKER_CLS, engine_kwargs
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, RegistryOptions
+from vllm_steer.frontend.context import RegistryOptions
 from vllm_steer.fs.private_tempdir import private_tempdir
 from vllm_steer.fs.shared_tempdir import remove_at_exit
 from vllm_steer.registry.location import HIDDEN, is_url, parse_location, show_location
 from vllm_steer.request.part import read_parts
 from vllm_steer.request.references import read_name
 from vllm_steer.server.auth.key_file import read_keys
-from vllm_steer.server.flags import (
+from vllm_steer.server.settings import STORE_NAME_DEST, registry_limits
+from vllm_steer.settings import (
     BATCH_DESTS,
     CONSUMERS,
+    CONSUMERS_VARIABLE,
     CONTROLLER,
+    CONTROLLER_VARIABLE,
     ENABLE,
-    ENGINE_DESTS,
     KEYS,
-    LIMIT_DESTS,
     MODULES,
-    MULTI_CHOICE_DESTS,
     PART,
     PEER_MIDDLEWARE,
     PEERS,
-    POLICY,
     REGISTRY,
+    REGISTRY_VARIABLE,
     SAE,
-    SERVER_DESTS,
-    SWITCH_DESTS,
-    dest_of,
-    flag_of,
+    SETTINGS,
 )
-from vllm_steer.server.settings import STORE_NAME_DEST, registry_limits
 
 MIDDLEWARE = "vllm_steer.server.http.middleware.SteeringMiddleware"
 
@@ -60,16 +56,14 @@ def apply_flags(args: argparse.Namespace) -> None:
     Raises:
         SteeringError: A flag is wrong; the error names it.
     """
-    given = {
-        dest: getattr(args, dest) for dest in (*ENGINE_DESTS, *SERVER_DESTS) if getattr(args, dest, None) is not None
-    }
+    given = {each.flag: value for each in SETTINGS if (value := getattr(args, each.dest, None)) is not None}
     enabled = getattr(args, "enable_steering", False)
     serves_http = hasattr(args, "middleware")
     if given and not enabled:
-        raise SteeringError(", ".join(map(flag_of, given)), f"has no effect without {ENABLE}; add it")
+        raise SteeringError(", ".join(given), f"has no effect without {ENABLE}; add it")
     if not serves_http:
         supported = BATCH_DESTS if hasattr(args, "output_file") else ()
-        unsupported = [flag_of(dest) for dest in given if dest in SERVER_DESTS and dest not in supported]
+        unsupported = [s.flag for s in SETTINGS if s.flag in given and not s.of_engine and s.dest not in supported]
         if unsupported:
             raise SteeringError(", ".join(unsupported), "has no effect here: this command serves no HTTP requests")
     if enabled:
@@ -81,37 +75,36 @@ def apply_flags(args: argparse.Namespace) -> None:
             remove_at_exit(name)
     if enabled and serves_http and MIDDLEWARE not in args.middleware:
         # Later entries are outside: middleware of peers translates bodies before they are checked.
-        peers = dict.fromkeys(PEER_MIDDLEWARE[name] for name in getattr(args, dest_of(PEERS), None) or ())
+        peers = dict.fromkeys(PEER_MIDDLEWARE[name] for name in given.get(PEERS, ()))
         args.middleware = [*args.middleware, MIDDLEWARE, *peers]
     # API server processes inherit the environment of this process.
-    if dest_of(CONSUMERS) in given:
-        os.environ[CONSUMERS_VARIABLE] = _consumers(given[dest_of(CONSUMERS)])
-    if dest_of(CONTROLLER) in given:
-        os.environ[CONTROLLER_VARIABLE] = _controller(given[dest_of(CONTROLLER)])
+    if CONSUMERS in given:
+        os.environ[CONSUMERS_VARIABLE] = _consumers(given[CONSUMERS])
+    if CONTROLLER in given:
+        os.environ[CONTROLLER_VARIABLE] = _controller(given[CONTROLLER])
     if enabled and serves_http:
         _set_server_options(args, given)
 
 
 def _engine_settings(given: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    settings = {limit.name: given[dest] for dest, limit in LIMIT_DESTS.items() if dest in given}
-    settings |= {switch.name: given[dest] for dest, switch in SWITCH_DESTS.items() if dest in given}
-    settings |= {choice.name: given[dest] for dest, choice in MULTI_CHOICE_DESTS.items() if dest in given}
-    if dest_of(SAE) in given:
-        settings["saes"] = _named_paths(given[dest_of(SAE)], SAE)
-    if dest_of(PART) in given:
-        settings["parts"] = _parts(given[dest_of(PART)])
+    read = {SAE: lambda texts: _named_paths(texts, SAE), PART: _parts}
+    settings = {
+        each.name: read.get(each.flag, lambda value: value)(given[each.flag])
+        for each in SETTINGS
+        if each.of_engine and each.flag in given
+    }
     for name, source in (("tool_parser", "tool_call_parser"), ("chat_template", "chat_template")):
         if getattr(args, source, None):
             settings[name] = str(getattr(args, source))
-    if dest_of(POLICY) in given:
-        settings["capture_policy"] = given[dest_of(POLICY)]
     return settings
 
 
 def _set_engine_arguments(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     for name, replaceable in _REPLACEABLE.items():
         if getattr(args, name, None) not in replaceable:
-            raise SteeringError(flag_of(name), f"conflicts with {ENABLE}, which sets it; remove one of them")
+            raise SteeringError(
+                f"--{name.replace('_', '-')}", f"conflicts with {ENABLE}, which sets it; remove one of them"
+            )
     additional = getattr(args, "additional_config", None) or {}
     if not isinstance(additional, dict):
         raise SteeringError("--additional-config", f"must be a JSON object with {ENABLE}")
@@ -124,11 +117,11 @@ def _set_engine_arguments(args: argparse.Namespace, settings: dict[str, Any]) ->
 
 
 def _set_server_options(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    modules = _named_paths(given.get(dest_of(MODULES), ()), MODULES)
-    if dest_of(REGISTRY) not in given:
+    modules = _named_paths(given.get(MODULES, ()), MODULES)
+    if REGISTRY not in given:
         # Created by the parent process, because all API server processes share it.
         args.steering_registry = private_tempdir("vllm-steer-registry-")
-    if dest_of(KEYS) in given:
+    if KEYS in given:
         read_keys(Path(args.steering_keys))  # fails now, with a message, instead of in every API server process
         args.steering_keys = str(Path(args.steering_keys).absolute())
     location = _registry_location(args.steering_registry)

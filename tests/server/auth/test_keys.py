@@ -16,13 +16,13 @@ from vllm import envs
 
 from tests.server.auth.guarded import client_of, make_guarded_app, start, write_keys
 from tests.server.test_flags import error_of, server_parser
-from vllm_steer.config import REGISTRY_VARIABLE
 from vllm_steer.errors import SteeringError
 from vllm_steer.server.apply_flags import apply_flags
 from vllm_steer.server.auth import key_file_watcher
 from vllm_steer.server.auth.key_file import edit_keys, read_keys
 from vllm_steer.server.auth.keys import PREFIX, find_key, generate_key, hash_secret
 from vllm_steer.server.auth.rights import Right
+from vllm_steer.settings import REGISTRY_VARIABLE
 
 
 @pytest.fixture(autouse=True)

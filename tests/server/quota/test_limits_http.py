@@ -20,7 +20,6 @@ from tests.server.application import Body, add_error_handler
 from tests.server.auth.guarded import EVERYTHING, client_of, make_guarded_app, rejected, start, write_keys
 from tests.server.fakes import HIDDEN, LAYERS, MAX_MODEL_LEN, FakeEngine, engine_context, vector
 from tests.server.http.answers import captured, done, make_capturing_app
-from vllm_steer.config import REGISTRY_VARIABLE
 from vllm_steer.frontend.context import RegistryOptions
 from vllm_steer.params import compile_fields, program_of
 from vllm_steer.registry import composer
@@ -31,6 +30,7 @@ from vllm_steer.server.http.request_context import RequestContext, set_prompt_le
 from vllm_steer.server.quota.tracker import QuotaTracker, quota_tracker_of
 from vllm_steer.server.routes.captures import capture_store_of
 from vllm_steer.server.settings import registry_limits
+from vllm_steer.settings import REGISTRY_VARIABLE
 
 ROUTE = "/v1/completions"
 MIB = 1 << 20

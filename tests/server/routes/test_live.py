@@ -87,6 +87,7 @@ async def test_every_id_of_a_client_is_found(own_id: str) -> None:
         response = await change({"push": 2.0}, 0.0, own_id, quote(given, safe=""))
         assert response.status_code == 200, response.text
         assert response.json()["id"] == given
+        assert (response.json()["position"], response.json()["positions"]) == (7, {"0": 7})
 
 
 async def test_an_ended_request_whose_id_is_used_again() -> None:

@@ -283,7 +283,7 @@ class StandardizedTransformer(Engine):
         chosen = self.read_layers(layers)
         if self._tracer is not None:
             for layer in chosen:
-                rows = Sites(self._tracer, "layers_output")[layer]
+                rows: Any = Sites(self._tracer, "layers_output")[layer]
                 for position in [None] if tokens == "all" else tokens:
                     part = rows if position is None else rows[:, position]
                     part += factor * steering_vector

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -59,61 +60,10 @@ class Value:
     def _compute(self, name: str, *args: Any) -> Any:
         return getattr(self.value, name)(*tensor_of(args))
 
-    def __add__(self, other: Any) -> Any:
-        return self._compute("__add__", other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._compute("__radd__", other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._compute("__sub__", other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._compute("__rsub__", other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._compute("__mul__", other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._compute("__rmul__", other)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._compute("__truediv__", other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._compute("__rtruediv__", other)
-
-    def __pow__(self, other: Any) -> Any:
-        return self._compute("__pow__", other)
-
-    def __matmul__(self, other: Any) -> Any:
-        return self._compute("__matmul__", other)
+    __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> Any:
         return self._compute("__eq__", other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compute("__ne__", other)
-
-    __hash__ = object.__hash__
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compute("__lt__", other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compute("__le__", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compute("__gt__", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compute("__ge__", other)
-
-    def __neg__(self) -> Any:
-        return self._compute("__neg__")
-
-    def __abs__(self) -> Any:
-        return self._compute("__abs__")
 
     def __getitem__(self, index: Any) -> Any:
         return self._compute("__getitem__", index)
@@ -126,6 +76,21 @@ class Value:
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.value.__array__(*args, **kwargs)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: Value, *args: Any) -> Any:
+        return self._compute(name, *args)
+
+    return operate
+
+
+# Python finds operators on the class, not through `__getattr__`.
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "matmul", "ne", "lt", "le", "gt", "ge",
+    "neg", "abs",
+):  # fmt: skip
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def tensor_of(value: Any) -> Any:

@@ -2,7 +2,7 @@
 """Detection of steering and capture fields in the raw bytes of a request body.
 
 The scanner finds whether a body has such fields, and problems that parsed JSON no longer shows, such as duplicate keys.
-``spec/`` validates the fields themselves, after vLLM has parsed the body.
+``request/`` validates the fields themselves, after vLLM has parsed the body.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_FIELD, FIELDS
-from vllm_steer.request.condition import STOP_FIELD
 from vllm_steer.request.readout import READOUTS_FIELD
+from vllm_steer.request.request_fields import GENERAL_NAMES
 from vllm_steer.request.scalars import shown
 
 OVERLAP = 256
@@ -28,8 +27,6 @@ OVERLAP = 256
 
 # Objects that must not contain the fields, because vLLM drops unknown keys in them.
 _WRONG_PARENTS = ("extra_args", "extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs")
-_GENERIC_NAMES: Mapping[str, type] = MappingProxyType({CAPTURE_FIELD: dict, READOUTS_FIELD: dict, STOP_FIELD: list})
-"""Fields whose names may have another meaning to vLLM inside other objects, with the JSON type that ours have."""
 EVENT_PARENTS = ("session",)
 """The object of an event that configures a realtime session."""
 
@@ -163,7 +160,7 @@ def _num_keys(value: Any) -> int:
 
 
 def _has_field(name: str, inner: dict[str, Any]) -> bool:
-    return name in inner and isinstance(inner[name], _GENERIC_NAMES.get(name, object))
+    return name in inner and isinstance(inner[name], GENERAL_NAMES.get(name, object))
 
 
 class _ObjectWithDuplicates(dict[str, Any]):

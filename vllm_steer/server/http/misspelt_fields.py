@@ -14,8 +14,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.limits import MAX_NAME_CHARS, MAX_NAMES
 from vllm_steer.params import CAPTURE_FIELD, FIELDS, RESERVED_KEYS
-from vllm_steer.request.condition import STOP_FIELD
-from vllm_steer.request.readout import READOUTS_FIELD
+from vllm_steer.request.request_fields import GENERAL_NAMES
 from vllm_steer.request.unknown_fields import problem_of
 from vllm_steer.server.http.confusables import resembles
 
@@ -27,10 +26,6 @@ WRAPPERS = (
 """Objects of a body in which clients put fields, because other servers or client libraries read them there."""
 _MAX_DEPTH = 3
 """Wrappers within wrappers, such as ``extra_body.sampling_params.extra_args``."""
-_GENERIC_TYPES: Mapping[str, type] = MappingProxyType(
-    {CAPTURE_FIELD: Mapping, READOUTS_FIELD: Mapping, STOP_FIELD: list}
-)
-"""Fields whose names may have another meaning in objects of other projects, with the type that ours have."""
 _NO_OBJECTS: Mapping[str, Any] = MappingProxyType({})
 _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -169,7 +164,7 @@ def _is_wrapped(name: str, value: Any) -> bool:
     """Return whether the value of a name in another object is a field's; plain texts are labels, as in ``metadata``."""
     if isinstance(value, str):
         return value.lstrip()[:1] in ("{", "[")
-    return value is not None and isinstance(value, _GENERIC_TYPES.get(name, object))
+    return value is not None and isinstance(value, GENERAL_NAMES.get(name, object))
 
 
 def _looks_like_field(name: str, value: object) -> bool:

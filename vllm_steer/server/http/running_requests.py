@@ -72,7 +72,7 @@ class RunningRequests:
             engine_id: See `client_ids`.
             sample: The sample.
         """
-        request.samples.append(sample)
+        request.samples.append(sample._replace(number=len(request.samples)))
         for each in client_ids(engine_id, request.route, request.header_id):
             if each not in request.ids:
                 request.ids.add(each)

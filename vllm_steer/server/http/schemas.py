@@ -12,8 +12,8 @@ import msgspec
 
 from vllm_steer.patching.request import StudyForm
 from vllm_steer.registry.schema import SteeringApplied
-from vllm_steer.request.json_schema import Schema, any_of, json_schema
-from vllm_steer.request.probe import ProbeForm
+from vllm_steer.request.declared import Schema, any_of, json_schema
+from vllm_steer.request.probe import Probe
 from vllm_steer.request.references import NAME_RULE, ReferencesForm
 from vllm_steer.request.request_fields import (
     EditsForm,
@@ -45,7 +45,7 @@ class ModuleForm(SteeringForm, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(description=f"Name in requests: {NAME_RULE}.")]
     probes: (
         Annotated[
-            dict[str, Annotated[Any, any_of(VectorForm, ProbeForm)]],
+            dict[str, Annotated[Any, any_of(VectorForm, Probe)]],
             msgspec.Meta(min_length=1, description="Probes by name: directions, or probes as they are read."),
         ]
         | msgspec.UnsetType

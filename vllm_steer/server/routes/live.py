@@ -59,7 +59,8 @@ def make_router(running: RunningRequests, engine: Any) -> APIRouter:
     async def change(request_id: RequestId, request: Request) -> LiveStrengths:
         """Set live strengths of a running request of the same API key, for all its prompts and samples.
 
-        The response has the position of the first token with the new strengths.
+        The response has the position of the first token with the new strengths, for all samples and for each. A sample
+        whose prompt is being computed takes them from the end of its prompt on.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != JSON:
@@ -70,7 +71,7 @@ def make_router(running: RunningRequests, engine: Any) -> APIRouter:
         samples = running.samples(current_owner(), request_id)
         position = await set_strength(engine, request_id, samples, strengths)
         audit.record_strengths(request_id, strengths)
-        return LiveStrengths(id=request_id, position=position, strengths=strengths)
+        return LiveStrengths(id=request_id, position=position, positions=dict(position.positions), strengths=strengths)
 
     router.add_api_route(
         ROUTE,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from vllm_steer.request import KINDS
-from vllm_steer.request.mlp import ACTIVATIONS
+from vllm_steer.request.hidden_layer import ACTIVATIONS
 from vllm_steer.testing.fuzz.draw_reactive import draw_part, draw_reactive
 from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers
 from vllm_steer.testing.fuzz.workload import TIERS, CaptureCase, EditCase, ReadoutCase, Request, Settings

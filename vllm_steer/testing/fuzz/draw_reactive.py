@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.request.mlp import ACTIVATIONS
+from vllm_steer.request.hidden_layer import ACTIVATIONS
 from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers
 from vllm_steer.testing.fuzz.workload import NUM_FEATURES, EditCase, GateCase, ReadoutCase
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from vllm_steer.compat.internals import RequestOutputKind
 from vllm_steer.params import SamplingParams
 from vllm_steer.request import Edit
-from vllm_steer.request.mlp import ACTIVATIONS
+from vllm_steer.request.hidden_layer import ACTIVATIONS
 
 NUM_LOGPROBS = 5
 """Number of log-probabilities per token, enough to distinguish a tie from a wrong token."""
