@@ -166,7 +166,7 @@ def start_servers(stack: ExitStack, folder: Path) -> dict[str, ServerProcess]:
         server.wait_until_ready()
     rows = np.random.default_rng(2).standard_normal((PROBES, HIDDEN), dtype="f4").tolist()
     probes = {f"p{i}": row for i, row in enumerate(rows)}
-    servers["steering"].post("/v1/steering/modules", {"name": MODULE, "base": {}, "probes": probes})
+    servers["steering"].post("/v1/steering/modules", {"name": MODULE, "probes": probes})
     return servers
 
 
