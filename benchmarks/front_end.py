@@ -96,7 +96,7 @@ async def stream(url: str, route: str, sent: Mapping[str, Any]) -> int:
     received = await reader.read(-1)
     writer.close()
     events = received.count(b"data: {")
-    if not received.startswith(b"HTTP/1.1 200 ") or b"data: [DONE]" not in received or b'"error"' in received:
+    if not received.startswith(b"HTTP/1.1 200 ") or b"data: [DONE]" not in received or b'data: {"error"' in received:
         raise RuntimeError(f"{route}: {received[:1000]!r}")
     return events
 
