@@ -104,15 +104,11 @@ async def stream(url: str, route: str, sent: Mapping[str, Any]) -> int:
 async def drive(url: str, route: str, way: str, streams: int, requests: int, first: int) -> int:
     """Send all requests of a cell, ``streams`` at one time, and return the number of events."""
     numbers = iter(range(first, first + requests))
-    events = 0
 
-    async def client() -> None:
-        nonlocal events
-        for number in numbers:
-            events += await stream(url, route, body(route, way, number))
+    async def client() -> int:
+        return sum([await stream(url, route, body(route, way, number)) for number in numbers])
 
-    await asyncio.gather(*(client() for _ in range(streams)))
-    return events
+    return sum(await asyncio.gather(*(client() for _ in range(streams))))
 
 
 def run_cell(server: ServerProcess, route: str, way: str, streams: int, requests: int, first: int) -> dict[str, Any]:
