@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that benchmarks.front_end works with the current front end."""
+"""Tests of the bodies and the figures of benchmarks.front_end."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-import pytest
-
-from benchmarks import front_end
-from benchmarks.front_end import PROBES, make_context, measure, measure_results, measure_stream, read_probes
-
-
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, count in (("REQUESTS", 4), ("WARM_UP", 1), ("BATCH", 4), ("CHUNKS", 20), ("HIDDEN", 64)):
-        monkeypatch.setattr(front_end, name, count)
+from benchmarks.front_end import ROUTES, TARGETS, WAYS, body, summarize
+from vllm_steer.params import FIELDS, SamplingParams
 
 
-def test_measures_requests_and_streams() -> None:
-    """Catches a stand-in for vLLM's requests and outputs that lacks an attribute that steering reads."""
-    context = make_context()
-    named = read_probes([f"bench/{name}" for name in PROBES])
-    assert measure(lambda i: named, context) > 0
-    assert measure(lambda i: named, context, http=True) > 0
-    assert measure_stream(named, context) > 0
+def test_bodies_are_requests_of_vllm_and_of_this_package() -> None:
+    """Catches a field that has another form than a server accepts, and equal vectors of two requests."""
+    for route, request in zip(ROUTES, (CompletionRequest, ChatCompletionRequest), strict=True):
+        for way in WAYS:
+            sent = body(route, way, 3)
+            request.model_validate(sent)
+            fields = {name: sent[name] for name in FIELDS if name in sent}
+            assert bool(fields) == (way in list(WAYS)[3:])
+            SamplingParams(**fields)
+            assert 24 <= sent["max_tokens"] <= 72
+    assert body(ROUTES[0], "own vector", 1)["steering_vectors"] != body(ROUTES[0], "own vector", 2)["steering_vectors"]
 
 
-@pytest.mark.parametrize("name", ["memory", "filesystem"])
-def test_measures_results(name: str, tmp_path: Path) -> None:
-    """Catches the same at the end of a captured request."""
-    context = make_context({"filesystem": {"root": str(tmp_path)}})
-    try:
-        assert measure_results(name, context) > 0
-    finally:
-        context.capture_manager.close()
+def test_figures_compare_the_ways_of_a_round() -> None:
+    """Catches a ratio to another round's stock server, and seconds per request of another cell."""
+    cells = [
+        {"route": ROUTES[0], "streams": 64, "way": way, "round": number, "seconds": seconds, "events": 1000}
+        for number, stock in enumerate((1.0, 2.0, 4.0))
+        for way, seconds in (("stock", stock), ("idle", 1.5 * stock))
+    ]
+    [figure] = summarize(cells)
+    assert (figure["way"], figure["rounds"], figure["ratio"]) == ("idle", 3, 1.5)
+    assert figure["added_ms_per_request"] == round(1000 * 1.0 / 192, 3)
+    assert figure["target"] == TARGETS["idle"]
