@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from measured import (
     Fits,
-    MakeTable,
     code_of,
     current,
     date_of,
@@ -22,6 +21,7 @@ from measured import (
     of_any_code,
     read,
 )
+from pages import table
 
 from benchmarks.shapes import SHAPES
 from vllm_steer import __version__
@@ -299,7 +299,7 @@ AIMS: Sequence[Aim] = (
 )  # fmt: skip
 
 
-def table_of_aims(table: MakeTable) -> str:
+def table_of_aims() -> str:
     """Return the table, with the version and the number of rows measured on the present code."""
     rows, of_this_build, measured = [], 0, 0
     for aim in AIMS:

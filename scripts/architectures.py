@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import frontier_page
 import msgspec
+from pages import RESULTS, load_result, table
 
 from vllm_steer.models.proofs import Proof, Record
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.models.unsupported import UNSUPPORTED, UNSUPPORTED_ARCHITECTURES
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BACKEND_LAYERS = {
     "Emu3ForConditionalGeneration": "Emu3DecoderLayer",
     "HunYuanVLForConditionalGeneration": "HunYuanVLDenseV1DecoderLayer",
@@ -25,7 +24,6 @@ BACKEND_LAYERS = {
 }
 """Layers of multimodal models that vLLM runs on its Transformers backend, whose source does not name them."""
 Row = Mapping[str, Any]
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 PROVEN, WRAPPED, REFUSAL, NO_DECODER = "proven", "by its language model", "refused", "no decoder"
 OUTSTANDING = "outstanding"
@@ -122,7 +120,7 @@ class Results:
 
 def load() -> Results:
     """Return the results of the CPU and, if any, of the GPU, without failed rows."""
-    cpu = json.loads((RESULTS / "architectures.json").read_text())
+    cpu = load_result("architectures.json")
     path = RESULTS / "architectures-gpu.json"
     gpu = json.loads(path.read_text()) if path.exists() else {"rows": []}
     tagged = [(row, cpu) for row in cpu["rows"]] + [(row, gpu) for row in gpu["rows"]]
@@ -182,7 +180,7 @@ def status(entry: Row, results: Results) -> tuple[str, str]:
     return REFUSAL, "no recipe is proven for its decoder layers"
 
 
-def page(table: MakeTable) -> str:
+def page() -> str:
     """Return the page."""
     results = load()
     found = [(entry, *status(entry, results)) for entry in results.registry]
@@ -217,7 +215,7 @@ def page(table: MakeTable) -> str:
             ("architecture", "decoder layers", "family", "points", "proof", "capture error", "edit error", "dtype"),
             proven,
         )
-        + frontier_page.section(table)
+        + frontier_page.section()
         + "\n## By their layers\n\n"
         "These are multimodal wrappers, and a few other models without a row of their own. vllm-steer steers the language model, whose\n"
         "layers are proven above or by `tests/gpu/test_architectures.py`, or inherit from such layers, and never the towers. If a wrapper's\n"

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
+
+from pages import table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.server.hostile.corpus import CATEGORIES, counts
-
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 HEAD = """# Bad input
 
@@ -50,7 +49,7 @@ they expire. If the client disconnects earlier, the server notices when it sends
 """
 
 
-def page(table: MakeTable) -> str:
+def page() -> str:
     """Return the page."""
     found = counts()
     rows = [(name, category.description, f"{found[name]:,}") for name, category in CATEGORIES.items()]

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Final
 
 from gpu_page import gpu_outcome, gpu_tests
 from mtp_page import mtp_drafters
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+from pages import load_result, table
 
 SHOWN: Final[Mapping[str, str]] = {
     "a mix of all that one engine does": "random combinations of features ([`vllm-steer fuzz`](../design/oracle.md))",
@@ -58,9 +54,9 @@ the engine stops if the prompt of a request with `seed` takes several steps.
 """
 
 
-def page(table: MakeTable) -> str:
+def page() -> str:
     """Return the page."""
-    record = json.loads((RESULTS / "features.json").read_text())
+    record = load_result("features.json")
     proofs: dict[str, dict[str, list[str]]] = {}
     for test, entry in record.items():
         for name, *sides in entry["features"]:
@@ -77,7 +73,7 @@ def page(table: MakeTable) -> str:
         for name, sides in sorted(proofs.items(), key=lambda item: item[0].strip("`[").lower())
     ]
     head = ("feature", "steer", "capture", "readouts, gates, stops")
-    return TEXT + table(head, rows) + mtp_drafters(table) + gpu_tests(table)
+    return TEXT + table(head, rows) + mtp_drafters() + gpu_tests()
 
 
 def _shown(name: str) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import typer.main
+from pages import table
 
 import vllm_steer
 from vllm_steer.cli.main import app
@@ -17,7 +18,6 @@ from vllm_steer.cli.serve import PLUGIN
 from vllm_steer.server.flags import add_flags
 from vllm_steer.settings import BATCH_DESTS, ENABLE, SETTINGS, VARIABLES
 
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 PACKAGE: Final = Path(vllm_steer.__file__).parent
 OF_VLLM: Final = (
     ("`VLLM_PLUGINS`", f"vLLM loads only the plugins that it names: add `{PLUGIN}`. `vllm-steer serve` does so itself"),
@@ -31,7 +31,7 @@ OF_VLLM: Final = (
 """Variables of vLLM that change what is served."""
 
 
-def page(table: MakeTable) -> str:
+def page() -> str:
     """Return the page.
 
     Raises:

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+from pages import RESULTS, table
+
 MIXED = ("HYPER-CONNECTIONS", "ATTENTION-RESIDUALS")
 """Families with several residual streams, except Gemma 3n's."""
 CONVOLVED = "CONVOLVED"
@@ -41,7 +39,7 @@ def passed() -> list[dict[str, Any]]:
     return [row for row in rows if row["outcome"] == "passed"]
 
 
-def section(table: MakeTable) -> str:
+def section() -> str:
     """Return the section of the page on architectures, empty if no model has passed."""
     rows = [_cells(row) for row in passed()]
     if not rows:
@@ -91,7 +89,7 @@ def inkling() -> str:
     return f"Inkling's own kernels [have run on a GPU](#{ANCHOR})."
 
 
-def mixes(table: MakeTable) -> str:
+def mixes() -> str:
     """Return the sentence about runs of the kernels of the mixes."""
     found = sorted({f"`{row['architecture']}`" for row in passed() if row.get("recipe") in MIXED})
     if not found:

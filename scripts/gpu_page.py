@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_tests import summarize
+from pages import load_result, table
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+from benchmarks.gpu_tests import summarize
 
 TEXT = """
 ## On a GPU
@@ -27,7 +23,7 @@ random workloads and compares each request with the same request run alone.
 
 def read_runs() -> dict[str, dict[str, Any]]:
     """Return the last outcome of each run of ``benchmarks/gpu_tests.py``."""
-    runs: dict[str, dict[str, Any]] = json.loads((RESULTS / "gpu-tests.json").read_text())["runs"]
+    runs: dict[str, dict[str, Any]] = load_result("gpu-tests.json")["runs"]
     return runs
 
 
@@ -41,7 +37,7 @@ def gpu_outcome(test: str) -> str | None:
     return None
 
 
-def gpu_failures(table: MakeTable) -> str:
+def gpu_failures() -> str:
     """Return the sentences of the page on limitations about the tests that failed in the last runs."""
     runs = read_runs().values()
     failed = [
@@ -60,7 +56,7 @@ def gpu_failures(table: MakeTable) -> str:
     return text + shown + "".join(f"\n{textwrap.fill(note, 120)}\n" for note in notes)
 
 
-def gpu_tests(table: MakeTable) -> str:
+def gpu_tests() -> str:
     runs = read_runs()
     rows = [
         (found["covers"].replace("``", "`"), f"`{found['command']}`", summarize(found), found.get("note", ""))
@@ -70,9 +66,9 @@ def gpu_tests(table: MakeTable) -> str:
     return TEXT.format(**environment) + table(("tested", "command", "outcome", "note"), rows)
 
 
-def next_version(table: MakeTable) -> str:
+def next_version() -> str:
     """Return the sentences about GPU tests with a version of vLLM that is not supported yet."""
-    result = json.loads((RESULTS / "gpu-tests-vllm-0.33.json").read_text())
+    result = load_result("gpu-tests-vllm-0.33.json")
     runs: dict[str, dict[str, Any]] = result["runs"]
     about = next(iter(runs.values()))["environment"]
     ended = {name: run for name, run in runs.items() if "passed" in run}

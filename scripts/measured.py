@@ -6,16 +6,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from pages import RESULTS
 
 from benchmarks.build import builds_in, digests, is_current, joint_digest
 from benchmarks.cost import first_token, per_token
 from benchmarks.groups import CONTROL
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 NOW = digests()
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 _STEERED = ("one site", "all sites", "own program each")
 
 

@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
+from pages import load_result, table
 
 from tests.engine.mtp_models import EVERY_RUN, MODELS, NOT_COMPARABLE
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 TEXT = """
 ## Layers for multi-token prediction
@@ -32,8 +27,8 @@ No test compares the outputs with these drafters of vLLM: {names}.
 """
 
 
-def mtp_drafters(table: MakeTable) -> str:
-    registry = json.loads((RESULTS / "architectures.json").read_text())["registry"]
+def mtp_drafters() -> str:
+    registry = load_result("architectures.json")["registry"]
     names = {
         entry["architecture"] for entry in registry if entry["kind"] == "drafter" and "MTP" in entry["architecture"]
     }

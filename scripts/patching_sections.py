@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from measured import RESULTS, MakeTable, machine_of
+from measured import machine_of
+from pages import RESULTS, table
 
 
-def speed(table: MakeTable) -> str:
+def speed() -> str:
     """Return the section on cells per second, from the results of ``patching.py``."""
     result = _read("patching.json")
     environment = result["environment"]
@@ -21,14 +22,14 @@ def speed(table: MakeTable) -> str:
         "its minimum and maximum.\nThe last column is the largest distance of checked cells from the hooks, in nats "
         "(`python -m benchmarks.patching`). The machine was not idle: beside the\nbenchmark ran "
         f"{environment['beside']}.\n\n"
-        + _ways(result, table)
+        + _ways(result)
         + f"\n{100 * result['hit_rate_offline']:.0f} % of the prompt tokens of the offline study came from the prefix cache. "
         "The model is so small that a step's\nfixed costs, not its arithmetic, take most of the time. The loops hold all of the "
-        "machine; the engine serves other requests meanwhile.\n" + _on_gpu(table)
+        "machine; the engine serves other requests meanwhile.\n" + _on_gpu()
     )
 
 
-def _on_gpu(table: MakeTable) -> str:
+def _on_gpu() -> str:
     """Return the part about a model of 8 billion parameters on a GPU."""
     result = _read("gpu-patching-llama-8b.json")
     rounds = result["setup"]["rounds"]
@@ -36,7 +37,7 @@ def _on_gpu(table: MakeTable) -> str:
         f"\nThe same on one {machine_of(result)} (`benchmarks/results/gpu-patching-llama-8b.json`): {_setup(result)}, "
         f"{rounds} round{'' if rounds == 1 else 's'}. {result.get('note', '')}".rstrip()
         + "\n\n"
-        + _ways(result, table)
+        + _ways(result)
     )
 
 
@@ -48,7 +49,7 @@ def _setup(result: Mapping[str, Any]) -> str:
     )
 
 
-def _ways(result: Mapping[str, Any], table: MakeTable) -> str:
+def _ways(result: Mapping[str, Any]) -> str:
     # Absent in the result of a run that ended before it compared its grids.
     distances = result.get("largest_distance_from_hooks")
     rows = [

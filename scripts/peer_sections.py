@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from measured import RESULTS, MakeTable
+from pages import load_result, table
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.refusals import (
@@ -276,17 +275,15 @@ def sentence(refusal: Refusal) -> str:
     raise ValueError(f"{refusal.shown} is not refused")
 
 
-def refused(page: str) -> Callable[[MakeTable], str]:
+def refused(page: str) -> Callable[[], str]:
     """Return the function that makes a page's table of refusals."""
-    return lambda table: table(
-        ("input", "error"), [(each.shown, _code_free(sentence(each))) for each in REFUSALS[page]()]
-    )
+    return lambda: table(("input", "error"), [(each.shown, _code_free(sentence(each))) for each in REFUSALS[page]()])
 
 
-def foreign(project: str) -> Callable[[MakeTable], str]:
+def foreign(project: str) -> Callable[[], str]:
     """Return the function that makes the table of a project's fields that are refused without its interface."""
 
-    def make(table: MakeTable) -> str:
+    def make() -> str:
         names = [name for name, (owner, _) in FIELDS_OF_OTHERS.items() if owner == project]
         return table(("field", "error"), [(f"`{name}`", f"{name}: {problem_of(name)}") for name in names])
 
@@ -298,11 +295,11 @@ def _code_free(text: str) -> str:
     return text.replace("*", "\\*").replace("<", "&lt;")
 
 
-def speed(page: str) -> Callable[[MakeTable], str]:
+def speed(page: str) -> Callable[[], str]:
     """Return the function that makes a page's table of times."""
 
-    def make(table: MakeTable) -> str:
-        found = json.loads((RESULTS / "peers.json").read_text())
+    def make() -> str:
+        found = load_result("peers.json")
         about, cases = found["setup"], found["cases"]
         ours = f"vllm-steer as {PEERS[page]}"
         chosen = [name for name in (ours, PEERS[page], REFERENCE) if name in cases]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from aims import table_of_aims
-from measured import MakeTable
 
 HEAD = """# Performance
 
@@ -59,6 +58,6 @@ REMAINING = """
 """
 
 
-def page(table: MakeTable) -> str:
+def page() -> str:
     """Return the page: each aim beside its newest measurement, and the method."""
-    return HEAD + table_of_aims(table) + METHOD + REMAINING
+    return HEAD + table_of_aims() + METHOD + REMAINING

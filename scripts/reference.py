@@ -21,6 +21,7 @@ import flags_page
 import msgspec
 import performance
 import sections
+from pages import RESULTS, ROOT, load_result, table
 
 import vllm_steer.models.proofs
 from vllm_steer.limits import ENGINE_LIMITS, FORMAT_LIMITS, SERVER_LIMITS
@@ -44,17 +45,10 @@ from vllm_steer.server.routes.modules import make_router
 from vllm_steer.settings import MULTI_CHOICES, POLICY, SWITCHES
 from vllm_steer.site_names import FOREIGN_NAMES, ForeignName
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
-RESULTS = ROOT / "benchmarks" / "results"
 PARITY = RESULTS / "parity.json"
 PROOFS = Path(vllm_steer.models.proofs.__file__).with_name(vllm_steer.models.proofs.FILE)
 NOTE = "<!-- Written by scripts/reference.py from the tables in the code and the results in benchmarks/results. -->\n\n"
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 def post_attn(recipe: Recipe) -> str:
@@ -283,7 +277,7 @@ def parity() -> str:
 
 
 def cache() -> str:
-    results = json.loads((RESULTS / "cache-hits.json").read_text())
+    results = load_result("cache-hits.json")
     setup = results["setup"]
     rows = [
         (row["case"], f"{row['cached_tokens']:,} of {row['prompt_tokens']:,}", f"{100 * row['hit_rate']:.1f} %")
@@ -384,15 +378,15 @@ PAGES: dict[str, Callable[[], str]] = {
     "points.md": points,
     "edits.md": edits,
     "limits.md": limits,
-    "flags.md": lambda: flags_page.page(table),
+    "flags.md": flags_page.page,
     "parity.md": parity,
-    "features.md": lambda: features_page.page(table),
+    "features.md": features_page.page,
     "cache.md": cache,
-    "architectures.md": lambda: architectures.page(table),
-    "performance.md": lambda: performance.page(table),
+    "architectures.md": architectures.page,
+    "performance.md": performance.page,
     "http.md": http,
     "metrics.md": metrics,
-    "bad-input.md": lambda: bad_input.page(table),
+    "bad-input.md": bad_input.page,
 }
 
 
@@ -405,7 +399,7 @@ def proofs() -> str:
 
 def main() -> None:
     stale = []
-    pages = {FOLDER / name: NOTE + page() for name, page in PAGES.items()} | sections.pages(table)
+    pages = {FOLDER / name: NOTE + page() for name, page in PAGES.items()} | sections.pages()
     for path, text in {**pages, PROOFS: proofs()}.items():
         if not path.exists() or path.read_text() != text:
             stale.append(path.name)

@@ -12,14 +12,13 @@ import frontier_page
 import patching_sections
 import peer_sections
 from gpu_page import gpu_failures, next_version
-from measured import MakeTable, current, machine_of, newest_costs, of_any_code, read
+from measured import current, machine_of, newest_costs, of_any_code, read
+from pages import ROOT, table
 from rooms import ROOMS
 
 from vllm_steer.compat.stages import REQUEST_STAGES
 from vllm_steer.compat.version import CONFLICTS
 from vllm_steer.models.parallelism import PARALLELISM
-
-ROOT = Path(__file__).parents[1]
 
 
 class Cost(NamedTuple):
@@ -63,7 +62,7 @@ PUBLISHED = [
 """Figures that other projects publish: project, setting, workload, figure."""
 
 
-def costs(table: MakeTable) -> str:
+def costs() -> str:
     """Return the README's table of costs, in which figures of earlier builds are marked."""
     rows = []
     for cost in COSTS:
@@ -89,12 +88,12 @@ def costs(table: MakeTable) -> str:
     )
 
 
-def published(table: MakeTable) -> str:
+def published() -> str:
     """Return the comparison page's table of figures that other projects publish."""
     return table(("project", "setting", "workload", "published figure"), PUBLISHED)
 
 
-def start(table: MakeTable) -> str:
+def start() -> str:
     """Return the operator's guide's paragraph about the start of a server, from ``benchmarks/start.py``."""
     result = read("gpu-start-llama-8b.json")
     stock, steering = (result["servers"][kind] for kind in ("stock", "steering"))
@@ -108,14 +107,14 @@ def start(table: MakeTable) -> str:
     )
 
 
-def rooms(table: MakeTable) -> str:
+def rooms() -> str:
     """Return the architecture page's table of the rooms of the package."""
     return table(
         ("room", "contents"), [(", ".join(f"`{name}`" for name in room.names), room.contents) for room in ROOMS]
     )
 
 
-def stages(table: MakeTable) -> str:
+def stages() -> str:
     """Return the architecture page's table of the stages that a request passes."""
     rows = [
         (
@@ -129,7 +128,7 @@ def stages(table: MakeTable) -> str:
     return table(("stage", "input", "output", "methods of vLLM and torch.nn that are wrapped or overridden"), rows)
 
 
-def conflicts(table: MakeTable) -> str:
+def conflicts() -> str:
     """Return the table of vLLM settings that are refused with steering."""
     return table(("setting", "reason"), [(f"{conflict.setting}", conflict.reason) for conflict in CONFLICTS])
 
@@ -139,7 +138,7 @@ def method_name(path: str) -> str:
     return ".".join(path.rpartition(":")[2].split(".")[-2:])
 
 
-def splits(table: MakeTable) -> str:
+def splits() -> str:
     """Return the table of splits over several ranks that are proven or refused."""
     shown = {"proven": "proven", "unproven": "refused", "not in vLLM": "vLLM has none"}
     return table(
@@ -150,7 +149,7 @@ def splits(table: MakeTable) -> str:
 
 FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
 """Projects whose fields are refused by name without their interface, by page."""
-SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
+SECTIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"costs": costs},
     "docs/design/architecture.md": {"rooms": rooms, "stages": stages},
     "docs/explanation/comparison.md": {"published": published},
@@ -170,12 +169,12 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
 }
 
 
-def pages(table: MakeTable) -> dict[Path, str]:
+def pages() -> dict[Path, str]:
     """Return the pages with generated sections, with these sections up to date."""
-    return {ROOT / name: fill((ROOT / name).read_text(), sections, table) for name, sections in SECTIONS.items()}
+    return {ROOT / name: fill((ROOT / name).read_text(), sections) for name, sections in SECTIONS.items()}
 
 
-def fill(text: str, sections: Mapping[str, Callable[[MakeTable], str]], table: MakeTable) -> str:
+def fill(text: str, sections: Mapping[str, Callable[[], str]]) -> str:
     """Return ``text`` with the content between the markers of each section replaced.
 
     Raises:
@@ -183,7 +182,7 @@ def fill(text: str, sections: Mapping[str, Callable[[MakeTable], str]], table: M
     """
     for name, make in sections.items():
         markers = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- {name} end -->)"
-        content = f"\n{make(table)}\n"
+        content = f"\n{make()}\n"
         text, count = re.subn(markers, lambda found, new=content: found[1] + new + found[2], text, flags=re.DOTALL)
         if count != 1:
             raise ValueError(f"{name}: found {count} pairs of markers instead of one")

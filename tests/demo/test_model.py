@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from demo.train import tokenizer as bpe
+from tests.demo.train import tokenizer as bpe
 from tests.repo.tree import ROOT
 
 MODEL = ROOT / "demo/model"

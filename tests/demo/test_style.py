@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demo import prompts, style
-from demo.train import prose, python_code
+from tests.demo.train import prose, python_code
 
 MODULES = (argparse, configparser, difflib, logging, mailbox, statistics, textwrap)
 LENGTH = 300  # characters, about what the demo generates

@@ -24,11 +24,6 @@ def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return frontier_page
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    assert all(len(row) == len(head) for row in rows)
-    return "\n".join(" ".join(row) for row in rows)
-
-
 def write(page: Any, *rows: tuple[str, str, str]) -> None:
     environment = {"gpu": "NVIDIA H100", "torch": "2.13.0+cu130", "date": "2026-12-01"}
     found = [
@@ -42,9 +37,9 @@ def write(page: Any, *rows: tuple[str, str, str]) -> None:
 def test_without_outcomes(page: Any) -> None:
     """Catches a generator that needs a run, and failures shown as runs."""
     for _ in range(2):
-        assert page.section(table) == ""
+        assert page.section() == ""
         assert page.inkling() == "No run of Inkling's kernels on a GPU has been made."
-        assert page.mixes(table) == "No run on a GPU with vLLM's own kernels of the mixes has been made.\n"
+        assert page.mixes() == "No run on a GPU with vLLM's own kernels of the mixes has been made.\n"
         write(page, ("Inkling", "CONVOLVED", "failed"), ("V4", "HYPER-CONNECTIONS", "skipped"))
 
 
@@ -52,8 +47,8 @@ def test_with_outcomes(page: Any) -> None:
     """Catches sentences that stay when runs have passed, and rows without their device, date and note."""
     write(page, ("Inkling", "CONVOLVED", "passed"), ("V4", "HYPER-CONNECTIONS", "passed"), ("V3", "FUSED", "failed"))
     assert "have run" in page.inkling()
-    assert "`V4`" in page.mixes(table) and "Inkling" not in page.mixes(table)
-    shown = page.section(table)
-    assert "`V4` HYPER-CONNECTIONS" in shown and "1.1% NVIDIA H100, torch 2.13.0, 2026-12-01" in shown
+    assert "`V4`" in page.mixes() and "Inkling" not in page.mixes()
+    shown = page.section()
+    assert "`V4` | HYPER-CONNECTIONS" in shown and "1.1% | NVIDIA H100, torch 2.13.0, 2026-12-01" in shown
     assert "formula instead of a kernel: norm of V4; cut" in shown
     assert "V3" not in shown

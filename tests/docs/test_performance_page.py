@@ -64,8 +64,7 @@ def test_changed_code_marks_figures(
     build = None if part == "no record" else {**now, **({part: "another"} if part else {})}
     (tmp_path / "gpu-cost-llama-8b.json").write_text(json.dumps(cost(build)))
     monkeypatch.setattr(scripts["measured"], "RESULTS", tmp_path)
-    table = scripts["reference"].table
-    page = scripts["performance"].page(table)
+    page = scripts["performance"].page()
     for what in (IDLE, ONE_SITE):
         row = rows(page)[f"{what}|per token"]
         assert "| 1.042 (1) | `gpu-cost-llama-8b.json`, H200, 2026-01-02" in row and row.endswith("| no |"), row

@@ -121,10 +121,10 @@ class Reference:
             for position in range(len(factors), len(tokens)):
                 if position < prompt_len:
                     continue
-                if condition.tokens is not None and condition.tokens.spans:
+                if condition.positions is not None and condition.positions.spans:
                     seen = [
                         values[p] for p in range(prompt_len, position)
-                        if self._is_in(condition.tokens, tokens, prompt_len, p)
+                        if self._is_in(condition.positions, tokens, prompt_len, p)
                     ]  # fmt: skip
                     factor[position] *= _early(condition, seen, len(seen), 1, expected) if seen else 0.0
                 else:
@@ -240,7 +240,7 @@ def _after(at_site: Any, layer: int) -> Any:
 
 
 def _distance(bound: Any, value: float) -> float:
-    return (value - bound.threshold) if bound.above else (bound.threshold - value)
+    return value - bound.above if bound.above is not None else bound.below - value
 
 
 def _factor(condition: Any, value: float, expected: Expected) -> float:
@@ -259,10 +259,10 @@ def _holds(stop: Mapping[str, Any], value: float, expected: Expected) -> bool:
 
 def _early(condition: Any, values: list[float], position: int, prompt_len: int, expected: Expected) -> float:
     """Return the factor of a condition on tokens before ``position``."""
-    if condition.window == "previous" and condition.count:
-        recent = values[max(prompt_len - 1, position - condition.count) : position]
+    if condition.window == "previous" and condition.tokens:
+        recent = values[max(prompt_len - 1, position - condition.tokens) : position]
         held = [_factor(condition, value, expected) for value in recent]
-        return float(len(held) == condition.count and all(held))
+        return float(len(held) == condition.tokens and all(held))
     if condition.window == "previous" and condition.over in ("mean", "max"):
         fold = np.mean if condition.over == "mean" else np.max
         return _factor(condition, float(fold(values[prompt_len - 1 : position])), expected)
@@ -283,7 +283,7 @@ def _early(condition: Any, values: list[float], position: int, prompt_len: int, 
                 expected.margins.append(abs(distance))
                 on = 0.0 if distance > 0 else on
         return on
-    intervals = ((0, prompt_len),) if condition.tokens is None else condition.tokens.intervals(prompt_len)
+    intervals = ((0, prompt_len),) if condition.positions is None else condition.positions.intervals(prompt_len)
     ((start, stop),) = intervals
     covered = values[start:stop]
     folded = {"mean": np.mean, "max": np.max, "last": lambda each: each[-1]}[condition.over or "mean"](covered)

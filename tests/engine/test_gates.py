@@ -73,7 +73,7 @@ def test_adjacent_ranges_trace_as_one(llm: Any, truth: Truth) -> None:
 
     The probe is first below its bound at every token, then at some.
     """
-    for high, closed in ((1e6, True), (truth[0]["token"]["edits"][0].when[0].bound.threshold, False)):
+    for high, closed in ((1e6, True), (truth[0]["token"]["edits"][0].when[0].above, False)):
         when = {"readout": "early", "above": high}
         start = len(PROMPTS[1])
         whole, *parts = ([[start + 1, None]], [[start + 1, start + 5]], [[start + 5, None]])

@@ -5,25 +5,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from vllm_steer.cli.output import print_table, printable
+from vllm_steer.cli.output import failing_on, group, print_table, printable
 
 if TYPE_CHECKING:
     from vllm_steer.capture.files.reader import StoredRequest
     from vllm_steer.capture.results import Site
 
-app = typer.Typer(
-    help="List, inspect and export files of captured rows.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = group("List, inspect and export files of captured rows.")
+
+_EXPECTED = (OSError, ImportError, ValueError)  # CaptureFileError is a ValueError
 
 _CapturePath = Annotated[Path, typer.Argument(metavar="PATH", help="A capture file, or a directory of them.")]
 _RequestId = Annotated[str | None, typer.Option(help="Only requests with this id.")]
@@ -45,7 +41,7 @@ def ls(
     as_json: _AsJson = False,
 ) -> None:
     """List the requests in a file or directory."""
-    with _plain_errors():
+    with failing_on(*_EXPECTED):
         requests = _find_requests(path, request_id, sample, run, tag)
         if as_json:
             _print_json(requests)
@@ -69,7 +65,7 @@ def show(
     """Show the properties and sites of each request."""
     from vllm_steer.capture.files.export import describe
 
-    with _plain_errors():
+    with failing_on(*_EXPECTED):
         requests = _find_requests(path, request_id, sample, run, tag)
         if as_json:
             _print_json(requests)
@@ -100,7 +96,7 @@ def export(
     from vllm_steer.request.sites import read_site
 
     exporters = {".npz": (export_npz, "sites"), ".parquet": (export_parquet, "rows")}
-    with _plain_errors():
+    with failing_on(*_EXPECTED):
         if out.suffix not in exporters:
             raise ValueError(f"unknown suffix of {out}; use {' or '.join(exporters)}")
         exporter, unit = exporters[out.suffix]
@@ -118,7 +114,7 @@ def missing(path: _CapturePath, run: _Run = None, as_json: _AsJson = False) -> N
     """List the requests that were submitted but are not stored."""
     from vllm_steer.capture.files.reader import open_captures
 
-    with _plain_errors():
+    with failing_on(*_EXPECTED):
         found = open_captures(path, run).missing()
     if as_json:
         for entry in found:
@@ -183,15 +179,3 @@ def _print_json(requests: Iterator[StoredRequest]) -> None:
 
     for request in requests:
         typer.echo(json.dumps({"path": str(request.path), "index": request.index, **describe(request)}))
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Print expected errors without a traceback and exit with status 1."""
-    try:
-        yield
-    except BrokenPipeError:  # the reader of the output has ended, as with head; click ends without a message
-        raise
-    except (OSError, ImportError, ValueError) as error:  # CaptureFileError is a ValueError
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from vllm_steer.cli.output import failing_on, print_table
+from vllm_steer.cli.output import failing_on, group, print_table
 from vllm_steer.errors import SteeringError
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS, Right
 
-app = typer.Typer(help="API keys of a server, in the file of --steering-keys.", no_args_is_help=True)
+app = group("API keys of a server, in the file of --steering-keys.")
 
 _RIGHTS = "; ".join(f"{right}: {meaning}" for right, meaning in RIGHT_DESCRIPTIONS.items())
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from vllm_steer.cli import captures, chat, keys, modules, steering
 from vllm_steer.cli.fuzz import fuzz
-from vllm_steer.cli.output import fail
+from vllm_steer.cli.output import fail, group
 from vllm_steer.cli.patch import patch
+from vllm_steer.limits import ENGINE_LIMITS
 
-app = typer.Typer(
-    help="Activation steering and capture for vLLM.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = group("Activation steering and capture for vLLM.")
 app.add_typer(captures.app, name="captures")
 app.command()(fuzz)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(patch)
@@ -42,50 +38,37 @@ def serve(context: typer.Context) -> None:
     run(context.args)
 
 
+def _same(flag: str, **options: Any) -> Any:
+    return typer.Option(help=f"Same as {flag} of the server.", **options)
+
+
 @app.command()
 def doctor(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A local model folder, or its config.json.")],
     prove: Annotated[bool, typer.Option(help="Also compare a shrunk copy of the model with HF Transformers.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
-    allow_unproven: Annotated[bool, typer.Option(help="Same as --steering-allow-unproven of the server.")] = False,
+    allow_unproven: Annotated[bool, _same("--steering-allow-unproven")] = False,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
-    points: Annotated[str | None, typer.Option(help="Same as --steering-points of the server.")] = None,
-    max_rows: Annotated[int | None, typer.Option(help="Same as --steering-max-rows of the server.")] = None,
-    max_vectors: Annotated[int | None, typer.Option(help="Same as --steering-max-vectors of the server.")] = None,
-    max_instructions: Annotated[
-        int | None, typer.Option(help="Same as --steering-max-instructions of the server.")
-    ] = None,
-    max_matrix_rows: Annotated[
-        int | None, typer.Option(help="Same as --steering-max-matrix-rows of the server.")
-    ] = None,
-    max_conditions: Annotated[int | None, typer.Option(help="Same as --steering-max-conditions of the server.")] = None,
-    record_columns: Annotated[int | None, typer.Option(help="Same as --steering-record-columns of the server.")] = None,
-    max_segments: Annotated[int | None, typer.Option(help="Same as --steering-max-segments of the server.")] = None,
-    capture_rows: Annotated[int | None, typer.Option(help="Same as --steering-capture-rows of the server.")] = None,
-    capture_mib: Annotated[int | None, typer.Option(help="Same as --steering-capture-mib of the server.")] = None,
-    sae: Annotated[
-        list[str] | None, typer.Option(help="Same as --steering-sae of the server.", metavar="NAME=FOLDER")
-    ] = None,
-    sae_any_site: Annotated[bool, typer.Option(help="Same as --steering-sae-any-site of the server.")] = False,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Same as --max-num-batched-tokens of the server.")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Same as --max-num-seqs of the server.")] = None,
+    points: Annotated[str | None, _same("--steering-points")] = None,
+    max_rows: Annotated[int | None, _same("--steering-max-rows")] = None,
+    max_vectors: Annotated[int | None, _same("--steering-max-vectors")] = None,
+    max_instructions: Annotated[int | None, _same("--steering-max-instructions")] = None,
+    max_matrix_rows: Annotated[int | None, _same("--steering-max-matrix-rows")] = None,
+    max_conditions: Annotated[int | None, _same("--steering-max-conditions")] = None,
+    record_columns: Annotated[int | None, _same("--steering-record-columns")] = None,
+    max_segments: Annotated[int | None, _same("--steering-max-segments")] = None,
+    capture_rows: Annotated[int | None, _same("--steering-capture-rows")] = None,
+    capture_mib: Annotated[int | None, _same("--steering-capture-mib")] = None,
+    sae: Annotated[list[str] | None, _same("--steering-sae", metavar="NAME=FOLDER")] = None,
+    sae_any_site: Annotated[bool, _same("--steering-sae-any-site")] = False,
+    max_num_batched_tokens: Annotated[int | None, _same("--max-num-batched-tokens")] = None,
+    max_num_seqs: Annotated[int | None, _same("--max-num-seqs")] = None,
 ) -> None:
     """Report what a model supports, refuses and costs, from its configuration alone."""
     from vllm_steer.cli.doctor import run
 
-    limits = {
-        "max_rows": max_rows,
-        "max_vectors": max_vectors,
-        "max_instructions": max_instructions,
-        "max_matrix_rows": max_matrix_rows,
-        "max_conditions": max_conditions,
-        "record_columns": record_columns,
-        "max_segments": max_segments,
-        "capture_rows": capture_rows,
-        "capture_mib": capture_mib,
-    }
+    limits = {name: context.params[name] for name in ENGINE_LIMITS if name in context.params}
     for option, value in (("--max-num-batched-tokens", max_num_batched_tokens), ("--max-num-seqs", max_num_seqs)):
         if value is not None and value < 1:
             raise typer.BadParameter(f"must be at least 1, not {value}", param_hint=option)

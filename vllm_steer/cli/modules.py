@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, Url, connect, read_json_object
-from vllm_steer.cli.output import check_output, print_table, printable
+from vllm_steer.cli.output import check_output, group, print_table, printable
 
 if TYPE_CHECKING:
     from vllm_steer.registry.schema import Content, ModuleInfo, ProbeInfo
 
-app = typer.Typer(
-    help="List, show, add, export and delete named modules of a server.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = group("List, show, add, export and delete named modules of a server.")
 
 Reference = Annotated[str, typer.Argument(metavar="NAME", help="A name, or name@sha256:... for one version.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

@@ -15,6 +15,11 @@ _PIPE_WIDTH = 1_000_000
 """Characters of a line in a pipe: more than any table has."""
 
 
+def group(text: str) -> typer.Typer:
+    """Return a group of commands with this help."""
+    return typer.Typer(help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
 def printable(text: str) -> str:
     """Escape characters of ``text`` that could move the cursor or reverse the line; ``text`` may come from a client."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -64,5 +69,7 @@ def failing_on(*errors: type[Exception]) -> Iterator[None]:
     """Turn ``errors`` raised in the block into a message and exit status 1."""
     try:
         yield
+    except BrokenPipeError:  # the reader of the output has ended, as with head; click ends without a message
+        raise
     except errors as error:
         raise fail(error) from None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the corpus of the demo model: half Python code, half English documentation, with a manifest.
 
-    python demo/train/corpus.py --out DIR
+    python tests/demo/train/corpus.py --out DIR
 
 DIR/downloads holds the packages, DIR/text the cleaned documents as JSON lines, and DIR/tokens what
 training reads: the tokenizer, {code,prose}.{train,heldout}.npy (uint16 [tokens], each document

@@ -4,7 +4,7 @@
 The sequences are random words. From its second period on, a sequence is predictable by induction alone: find the last
 occurrence of the current word, and repeat the word that followed it.
 
-    python -m demo.train_induction demo/induction
+    python -m tests.demo.train.induction demo/induction
 """
 
 from __future__ import annotations

