@@ -21,7 +21,7 @@ from tests.engine import drafts
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
-from tests.engine.dynamic_cases import PROMPTS as ALL_PROMPTS
+from tests.engine.record_cases import PROMPTS as ALL_PROMPTS
 from tests.engine.test_mixing import program
 from tests.tiny import HIDDEN, LAYERS, VOCAB, make_llm
 

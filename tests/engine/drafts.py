@@ -15,13 +15,13 @@ import pytest
 
 from tests.engine import hf
 from tests.engine.answers import params, prompt, run, tokens_of
-from tests.engine.dynamic_cases import GENERATED, add, bounds_of, cases, check_all, expect, run_all
-from tests.engine.dynamic_reference import Expected, Reference
+from tests.engine.record_cases import GENERATED, add, bounds_of, cases, check_all, expect, run_all
+from tests.engine.record_reference import Expected, Reference
 from tests.engine.test_live import check_changes, drive
 from tests.tiny import VOCAB, direction
 from vllm_steer.engine.record_keeper import RecordKeeper
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
-from vllm_steer.taps import dynamic
+from vllm_steer.taps import records as step_records
 
 Truth = tuple[dict[str, dict[str, Any]], dict[tuple[str, int], Expected], Sequence[list[int]]]
 LENS = {"lens": {"top_k": 3}, "point": "post_block", "layers": [1, 3], "positions": "all"}
@@ -188,7 +188,7 @@ def check_controls(llm: Any, truth: Truth) -> None:
 
 
 def _keep_rejected(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dynamic, "committed_state", lambda tables, layout: tables.carry[layout.request_slot.long(), 0])
+    patch.setattr(step_records, "committed_state", lambda tables, layout: tables.carry[layout.request_slot.long(), 0])
 
 
 def _accept_all(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tests.engine import drafts
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
-from tests.engine.dynamic_cases import add
+from tests.engine.record_cases import add
 from tests.tiny import direction, make_llm
 from vllm_steer.capture import row_assembler
 from vllm_steer.frontend.context import context_of

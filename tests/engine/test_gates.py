@@ -14,7 +14,7 @@ import pytest
 from tests.engine import hf
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.crowded import crowded_engine
-from tests.engine.dynamic_cases import (
+from tests.engine.record_cases import (
     GENERATED,
     PROMPTS,
     READOUTS,
@@ -27,9 +27,9 @@ from tests.engine.dynamic_cases import (
     request,
     run_all,
 )
-from tests.engine.dynamic_reference import Expected, Reference
+from tests.engine.record_reference import Expected, Reference
 from vllm_steer.engine.record_keeper import RecordKeeper
-from vllm_steer.taps import dynamic
+from vllm_steer.taps import records as step_records
 
 Truth = tuple[dict[str, dict[str, Any]], dict[tuple[str, int], Expected]]
 
@@ -144,7 +144,7 @@ def test_comparison_detects_a_late_gate(llm: Any, truth: Truth, monkeypatch: pyt
 
 def test_comparison_detects_a_forgotten_latch(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a latch that only looks at the last token must be noticed."""
-    monkeypatch.setattr(dynamic, "LATCH", 99)
+    monkeypatch.setattr(step_records, "LATCH", 99)
     with pytest.raises(AssertionError):
         assert_all(run_all(llm, {"latch": truth[0]["latch"]}), truth)
 

@@ -14,8 +14,8 @@ from vllm import envs
 
 from tests.engine import hf
 from tests.engine.answers import params, prompt, tokens_of
-from tests.engine.dynamic_cases import GENERATED, PROMPTS, READOUTS, add
-from tests.engine.dynamic_reference import Reference
+from tests.engine.record_cases import GENERATED, PROMPTS, READOUTS, add
+from tests.engine.record_reference import Reference
 from vllm_steer import SteeringError
 from vllm_steer.frontend.live import samples_of
 

@@ -17,7 +17,7 @@ from tests.engine import hf
 from tests.engine.answers import logprobs_of, params, prompt, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
-from tests.engine.dynamic_cases import check_consistent, reacting
+from tests.engine.record_cases import check_consistent, reacting
 from tests.tiny import HIDDEN, LAYERS, VOCAB, direction, make_llm
 
 RANK, ALPHA = 8, 16

@@ -12,8 +12,8 @@ import pytest
 
 from tests.engine import hf
 from tests.engine.answers import params, prompt, run
-from tests.engine.dynamic_cases import GENERATED, PROMPTS, add, check
-from tests.engine.dynamic_reference import Expected, Reference
+from tests.engine.record_cases import GENERATED, PROMPTS, add, check
+from tests.engine.record_reference import Expected, Reference
 from tests.tiny import HIDDEN
 from vllm_steer import SteeringError
 from vllm_steer.request.hidden_layer import ACTIVATIONS

@@ -16,7 +16,7 @@ import pytest
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
-from tests.engine.dynamic_cases import PROMPTS, add, check_consistent, reacting
+from tests.engine.record_cases import PROMPTS, add, check_consistent, reacting
 from tests.engine.steps import chunks_of
 from tests.engine.test_mixing import program
 from tests.tiny import LAYERS, VOCAB, direction, make_llm, save_autoencoder

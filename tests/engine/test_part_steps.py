@@ -14,7 +14,7 @@ from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.frontend.parts import PartMarkers, bind_request
 from vllm_steer.program.records import PART
-from vllm_steer.taps import dynamic
+from vllm_steer.taps import records as step_records
 from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
 from vllm_steer.taps.ops import DeviceOps
 from vllm_steer.taps.reference import apply_tap
@@ -64,7 +64,7 @@ def test_parts_and_probes_step_by_step() -> None:
         )
         assign_rows(tables, batch, count)
         assign_arena_offsets(tables, count)
-        dynamic.begin_records(tables, batch, store.num_conditions)
+        step_records.begin_records(tables, batch, store.num_conditions)
         step = StepBatch(
             layout=lambda batch=batch: batch, ids=["x"], request_slot=np.array([SLOT]), first=np.array([position]),
             count=np.array([count]), num_padded=count,
@@ -73,7 +73,7 @@ def test_parts_and_probes_step_by_step() -> None:
         rows = rng.standard_normal((count, HIDDEN)).astype("f4")
         apply_tap(torch.from_numpy(rows), None, tables.head_column(tables.column[head.site_number]), tables)
         heads.run()
-        dynamic.fold_records(tables, batch, store.num_conditions)
+        step_records.fold_records(tables, batch, store.num_conditions)
         values = np.tanh(rows @ weights.T + biases) @ outputs
         np.testing.assert_allclose(tables.record[:count, layout.readouts[0]], values, atol=1e-5)
         for offset in range(count):
@@ -115,4 +115,5 @@ def test_state_of_a_resumed_request() -> None:
         inside = (inside or TOKENS[stop - 1] == START) and TOKENS[stop - 1] != END
         generated = np.array(TOKENS[PROMPT_LEN:stop])
         records = np.zeros((1, 16), dtype=np.float32)
-        assert dynamic.state_after([condition], records, stop - 1, generated, PROMPT_LEN).tolist() == [float(inside)]
+        state = step_records.state_after([condition], records, stop - 1, generated, PROMPT_LEN)
+        assert state.tolist() == [float(inside)]

@@ -14,15 +14,15 @@ from tests.engine import hf
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.conftest import close
 from tests.engine.crowded import crowded_engine
-from tests.engine.dynamic_cases import READOUTS, add, bounds_of, check
-from tests.engine.dynamic_reference import Expected, Reference
+from tests.engine.record_cases import READOUTS, add, bounds_of, check
+from tests.engine.record_reference import Expected, Reference
 from tests.tiny import make_llm
 from vllm_steer import SteeringError
 from vllm_steer.engine.record_keeper import RecordKeeper
 from vllm_steer.frontend.context import engine_context
 from vllm_steer.frontend.roles import RoleTokens
 from vllm_steer.request.part import ROLES
-from vllm_steer.taps import dynamic
+from vllm_steer.taps import records as step_records
 
 GENERATED = 24
 PARTS = {"thinking": [3, 4], "tool_call": [5, 6]}
@@ -122,22 +122,22 @@ def test_parts_equal_the_reference(llm: Any, truth: Truth) -> None:
 
 def test_comparison_detects_a_late_boundary(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: parts that begin one token after their start token must be noticed."""
-    real = dynamic._inside_span
+    real = step_records._inside_span
 
     def late(layout: Any, field: Any, state: Any, request: Any) -> Any:
-        starts, *_ = dynamic._markers(layout.token, field, request)
+        starts, *_ = step_records._markers(layout.token, field, request)
         return real(layout, field, state, request) & ~starts
 
-    monkeypatch.setattr(dynamic, "_inside_span", late)
+    monkeypatch.setattr(step_records, "_inside_span", late)
     with pytest.raises(AssertionError):
         run_cases(llm, truth, ["thinking"])
 
 
 def test_comparison_detects_a_forgotten_state(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: without the state behind earlier steps, a part ends after its start token."""
-    real = dynamic._inside_span
+    real = step_records._inside_span
     monkeypatch.setattr(
-        dynamic, "_inside_span", lambda layout, field, state, *rest: real(layout, field, state * 0, *rest)
+        step_records, "_inside_span", lambda layout, field, state, *rest: real(layout, field, state * 0, *rest)
     )
     with pytest.raises(AssertionError):
         run_cases(llm, truth, ["thinking"])

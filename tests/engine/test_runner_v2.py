@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _step_batch
-from vllm_steer.taps.dynamic import accepted_tokens
+from vllm_steer.taps.records import accepted_tokens
 
 
 def test_step_batch_is_trimmed_and_int64() -> None:

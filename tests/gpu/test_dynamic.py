@@ -16,8 +16,8 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 from tests.engine import hf
 from tests.engine.conftest import close
 from tests.engine.drafter_cases import save_draft_model
-from tests.engine.dynamic_cases import GENERATED, PROMPTS, READOUTS, bounds_of, cases, check, run_all
-from tests.engine.dynamic_reference import Reference
+from tests.engine.record_cases import GENERATED, PROMPTS, READOUTS, bounds_of, cases, check, run_all
+from tests.engine.record_reference import Reference
 from tests.gpu.runner import V1, V2, choose_runner, runner_of
 from tests.tiny import make_llm, save_tiny_llama
 

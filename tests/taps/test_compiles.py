@@ -14,7 +14,7 @@ import triton
 
 from tests.taps.compiled import Compiled
 from vllm_steer.config import SteeringConfig
-from vllm_steer.taps import assignment_kernel, dynamic_kernel, projection_kernel, tap_kernel
+from vllm_steer.taps import assignment_kernel, projection_kernel, records_kernel, tap_kernel
 from vllm_steer.taps.tables import Tables
 
 HIDDEN = 256
@@ -57,8 +57,8 @@ def test_assignment_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_dynamic_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     """Catches a fold whose type changes in the loop, or a function that has no form in float64."""
-    found = [in_place_of(monkeypatch, dynamic_kernel, name, capability) for name in ("_begin_kernel", "_fold_kernel")]
-    dynamic_kernel.warm_up(tables(torch.float32))
+    found = [in_place_of(monkeypatch, records_kernel, name, capability) for name in ("_begin_kernel", "_fold_kernel")]
+    records_kernel.warm_up(tables(torch.float32))
     assert all(each.sizes and min(each.sizes) > 0 for each in found)
 
 

@@ -135,7 +135,7 @@ class Capabilities:
         for i, readout in enumerate(program.readouts):
             self._check_readout(readout, program.readout_source(i))
         if program.has_records:
-            self._check_dynamic(program)
+            self._check_records(program)
 
     def _check_readout(self, readout: CompiledReadout, source: str) -> None:
         point = POINT_NAMES[readout.point]
@@ -178,7 +178,7 @@ class Capabilities:
         if readout.top_k > heads[readout.head]:
             raise SteeringError(f"{source}.top_k", f"is {readout.top_k}, but there are {heads[readout.head]} outputs")
 
-    def _check_dynamic(self, program: Program) -> None:
+    def _check_records(self, program: Program) -> None:
         conditions, spans = program.num_conditions
         needed = (
             (

@@ -37,8 +37,8 @@ from vllm_steer.program.instructions import CAPTURE, GATE, REPLACE_AT
 from vllm_steer.program.position_runs import NO_RUN
 from vllm_steer.program.records import BOUND_FIELDS, CONDITION_FIELDS, STOP_COLUMN, RequestRecords
 from vllm_steer.program.token_program import MlpRead
-from vllm_steer.taps.dynamic import state_after
 from vllm_steer.taps.mlp import MlpHead
+from vllm_steer.taps.records import state_after
 from vllm_steer.taps.tables import OPEN_END, Tables
 
 
@@ -96,8 +96,8 @@ class ProgramStore:
         self._placed: dict[int, _PlacedSegments] = {}
         self._directions: dict[bytes, _Directions] = {}
         self._capturing = self._with_heads = 0
-        # Dynamic parts of running requests, by request id.
-        self._dynamic: dict[str, RequestRecords] = {}
+        # Records of running requests, by request id.
+        self._recorded: dict[str, RequestRecords] = {}
         self._live = LiveStrengths()
         # Largest record, in columns, most conditions, and whether any request has state, over running requests.
         self.record_width = self.num_conditions = 0
@@ -163,7 +163,7 @@ class ProgramStore:
     @property
     def num_recorded(self) -> int:
         """Number of running requests whose tokens have records."""
-        return len(self._dynamic)
+        return len(self._recorded)
 
     @property
     def num_capturing(self) -> int:
@@ -208,20 +208,20 @@ class ProgramStore:
         if resolved.records is not None:
             if resolved.records.layout.live:
                 self._live.begin(request_id, live_id(sampling_params, request_id), prompt_len)
-            self._add_dynamic(request_id, request_slot, resolved.records)
+            self._add_records(request_id, request_slot, resolved.records)
         return True
 
-    def _add_dynamic(self, request_id: str, slot: int, dynamic: RequestRecords) -> None:
+    def _add_records(self, request_id: str, slot: int, records: RequestRecords) -> None:
         """Write the conditions and the initial state of a request that has records."""
-        self._dynamic[request_id] = dynamic
-        self.record_ranges.set(slot, dynamic.record_start, dynamic.record_stop)
-        self._put_initial(request_id, slot, dynamic)
+        self._recorded[request_id] = records
+        self.record_ranges.set(slot, records.record_start, records.record_stop)
+        self._put_initial(request_id, slot, records)
         self.next_step[slot] = 0
         _, drafts, width = self.tables.carry.shape
         condition = np.zeros((width, CONDITION_FIELDS), dtype=np.int32)
         bound = np.zeros((width, BOUND_FIELDS), dtype=np.float32)
         carry = np.zeros((drafts, width), dtype=np.float64)
-        for c, each in enumerate(dynamic.conditions):
+        for c, each in enumerate(records.conditions):
             condition[c], bound[c], carry[:, c] = each.fields, each.numbers, each.initial_state
         self._condition.put(slot, condition)
         self._bound.put(slot, bound)
@@ -241,11 +241,11 @@ class ProgramStore:
         """
         request_id = self._live.request_id(live) or ""
         slot = self.slot_of(request_id)
-        if slot is None or request_id not in self._dynamic:
+        if slot is None or request_id not in self._recorded:
             return self._live.set(live, strengths, None)
         position = self._live.set(live, strengths, self._new_position(request_id, slot))
         if request_id not in self._live.delayed:
-            self._put_initial(request_id, slot, self._dynamic[request_id])
+            self._put_initial(request_id, slot, self._recorded[request_id])
             self.changes += 1
         return position
 
@@ -254,7 +254,7 @@ class ProgramStore:
         for request_id in list(self._live.delayed):
             slot = self.slot_of(request_id)
             if slot is not None and self._live.end_delay(request_id, self._new_position(request_id, slot)):
-                self._put_initial(request_id, slot, self._dynamic[request_id])
+                self._put_initial(request_id, slot, self._recorded[request_id])
                 self.changes += 1
 
     def _new_position(self, request_id: str, slot: int) -> int:
@@ -269,23 +269,23 @@ class ProgramStore:
         """Forget the live strengths of requests that have ended, before requests with the same ids are added."""
         self._live.end(request_ids)
 
-    def _put_initial(self, request_id: str, slot: int, dynamic: RequestRecords) -> None:
+    def _put_initial(self, request_id: str, slot: int, records: RequestRecords) -> None:
         initial = np.ones(self.tables.initial.shape[1], dtype=np.float32)
         initial[STOP_COLUMN] = 0.0
         for name, value in self._live.of(request_id).items():
-            if name in dynamic.layout.live:
-                initial[dynamic.layout.live[name]] = value
+            if name in records.layout.live:
+                initial[records.layout.live[name]] = value
         self._initial.put(slot, initial)
 
     def set_replay(self, request_id: str, replay: Replay) -> None:
         """Give a resumed request, which has just been added, its records back."""
-        dynamic, slot = self._dynamic.get(request_id), self.slot_of(request_id)
-        if dynamic is None or slot is None:
+        own, slot = self._recorded.get(request_id), self.slot_of(request_id)
+        if own is None or slot is None:
             return
         _, drafts, width = self.tables.carry.shape
         carry = np.zeros((drafts, width), dtype=np.float64)
-        carry[:, : len(dynamic.conditions)] = state_after(
-            dynamic.conditions, replay.records, replay.start, replay.generated, replay.prompt_len
+        carry[:, : len(own.conditions)] = state_after(
+            own.conditions, replay.records, replay.start, replay.generated, replay.prompt_len
         )
         self._carry.put(slot, carry)
         records = torch.from_numpy(replay.records)
@@ -294,7 +294,7 @@ class ProgramStore:
         self.replays[request_id] = (replay, records)
 
     def _measure_records(self) -> None:
-        running = self._dynamic.values()
+        running = self._recorded.values()
         self.tables.num_recorded = len(running)
         self.record_width = max((each.layout.width for each in running), default=0)
         self.num_conditions = max((len(each.conditions) for each in running), default=0)
@@ -307,8 +307,8 @@ class ProgramStore:
         if running is None:
             return None
         placed = running.segments
-        if (dynamic := self._dynamic.pop(request_id, None)) is not None:
-            if dynamic.layout.live:
+        if (records := self._recorded.pop(request_id, None)) is not None:
+            if records.layout.live:
                 self._live.pause(request_id, self._new_position(request_id, running.request_slot))
             # Plain requests may get the slot, or share it.
             self._condition.put(running.request_slot, self._no_conditions)

@@ -129,19 +129,19 @@ class SteeringSchedulerMixin:
         if impossible is not None:
             raise SteeringError("capture", impossible)
         self._with_program[request.request_id] = resolved
-        dynamic = resolved.records
-        if dynamic is not None and dynamic.replays:
+        records = resolved.records
+        if records is not None and records.replays:
             # Of `min_tokens` generated tokens, the last one is the first with which generation may stop.
             first_stop = request.num_prompt_tokens + request.sampling_params.min_tokens - 1
             self.steering_records.add_request(request.request_id, first_stop)
-        if dynamic is not None and dynamic.layout.live and self.num_spec_tokens:
+        if records is not None and records.layout.live and self.num_spec_tokens:
             self._without_drafts.add(request.request_id)
         if self._needs_whole_prompt(resolved, request):
             request.skip_reading_prefix_cache = True
         upstream = request._block_hasher
         if upstream is not None:
             # Live strengths may change at any time, so the blocks of such a request are never shared.
-            has_live = dynamic is not None and dynamic.layout.live
+            has_live = records is not None and records.layout.live
             salt = live_id(request.sampling_params, request.request_id).encode() if has_live else b""
             request._block_hasher = steering_hasher(
                 upstream, resolved, self.hash_block_size, self._steering_hash, salt, self._bidirectional_images

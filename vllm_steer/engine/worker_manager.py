@@ -29,9 +29,9 @@ from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.metrics.worker_stats import WorkerStats
 from vllm_steer.models.discovery import Decoder
 from vllm_steer.taps.assignment import BatchLayout, clear_rows
-from vllm_steer.taps.dynamic import accepted_tokens, committed_state, wrong_drafts
 from vllm_steer.taps.heads import Head
 from vllm_steer.taps.ops import DeviceOps
+from vllm_steer.taps.records import accepted_tokens, committed_state, wrong_drafts
 
 P = ParamSpec("P")
 

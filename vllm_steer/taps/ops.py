@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
-from vllm_steer.taps.dynamic import begin_records, fold_records
 from vllm_steer.taps.heads import Activation, Head, Places, record_largest
 from vllm_steer.taps.projection import products_at
+from vllm_steer.taps.records import begin_records, fold_records
 from vllm_steer.taps.tables import Tables
 
 
@@ -44,11 +44,11 @@ def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
     """
     if tables.device.type != "cuda":
         return DeviceOps()
-    from vllm_steer.taps import assignment_kernel, dynamic_kernel, largest_kernel, projection_kernel, tap_kernel
+    from vllm_steer.taps import assignment_kernel, largest_kernel, projection_kernel, records_kernel, tap_kernel
 
     tap_kernel.warm_up(tables, dtype)
     assignment_kernel.warm_up(tables)
-    dynamic_kernel.warm_up(tables)
+    records_kernel.warm_up(tables)
     products = products_at
     if projection_kernel.is_supported(tables.device, dtype):
         products = projection_kernel.launch_products
@@ -57,8 +57,8 @@ def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
         assignment_kernel.launch_rows,
         assignment_kernel.launch_arena_offsets,
         products,
-        dynamic_kernel.launch_begin,
-        dynamic_kernel.launch_fold,
+        records_kernel.launch_begin,
+        records_kernel.launch_fold,
         largest_kernel.launch_largest,
         lambda head: largest_kernel.warm_up(head, dtype, tables.device, tables.vector.shape[1]),
     )

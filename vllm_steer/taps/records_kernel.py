@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for :mod:`vllm_steer.taps.dynamic`, which is the definition."""
+"""Triton kernels for :mod:`vllm_steer.taps.records`, which is the definition."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_begin(tables: Tables, layout: BatchLayout, num_conditions: int) -> None:
-    """Run :func:`vllm_steer.taps.dynamic.begin_records` as one kernel."""
+    """Run :func:`vllm_steer.taps.records.begin_records` as one kernel."""
     columns = tables.record.shape[1]
     grid: Any = (layout.position.shape[0],)
     _begin_kernel[grid](
@@ -211,7 +211,7 @@ def launch_begin(tables: Tables, layout: BatchLayout, num_conditions: int) -> No
 
 
 def launch_fold(tables: Tables, layout: BatchLayout, num_conditions: int) -> None:
-    """Run :func:`vllm_steer.taps.dynamic.fold_records` as one kernel."""
+    """Run :func:`vllm_steer.taps.records.fold_records` as one kernel."""
     grid: Any = (layout.request_slot.shape[0],)
     _fold_kernel[grid](
         layout.request_slot,

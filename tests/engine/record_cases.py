@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.engine.answers import params, prompt, run, tokens_of
-from tests.engine.dynamic_reference import Expected, Reference
+from tests.engine.record_reference import Expected, Reference
 from tests.tiny import direction
 from vllm_steer import Edit
 

@@ -15,8 +15,8 @@ import pytest
 from tests.conformance import model as conformance
 from tests.conformance.engine import steered_engine
 from tests.conformance.zoo import BY_NAME
-from tests.engine.dynamic_cases import PROMPTS, bounds_of, cases, check_all, expect, run_all
-from tests.engine.dynamic_reference import Reference
+from tests.engine.record_cases import PROMPTS, bounds_of, cases, check_all, expect, run_all
+from tests.engine.record_reference import Reference
 from tests.engine.test_live import check_changes, drive
 
 TEXTS = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]

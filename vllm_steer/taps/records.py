@@ -9,7 +9,7 @@ generation stops.
 The last tokens of a step may be drafts that are rejected. The state is therefore kept as it is after the step without
 its last 0, 1, ... tokens. The next step starts at the first position that was not accepted, which selects the state.
 
-On CUDA, :mod:`vllm_steer.taps.dynamic_kernel` replaces these functions.
+On CUDA, :mod:`vllm_steer.taps.records_kernel` replaces these functions.
 """
 
 from __future__ import annotations

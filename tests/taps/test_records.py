@@ -13,7 +13,7 @@ from vllm_steer import SteeringConfig
 from vllm_steer.program import instructions as ops
 from vllm_steer.program import records as kinds
 from vllm_steer.program.records import DeviceCondition
-from vllm_steer.taps import dynamic
+from vllm_steer.taps import records as step_records
 from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
@@ -135,16 +135,16 @@ def test_state_equals_a_loop_over_accepted_tokens(seed: int) -> None:
     history = [np.zeros((0, COLUMNS + 1), dtype=np.float32)] * REQUESTS
     for chosen, counts, layout in steps(rng):
         tokens = int(layout.position.shape[0])
-        dynamic.begin_records(tables, layout, CONDITIONS)
+        step_records.begin_records(tables, layout, CONDITIONS)
         first = [int(layout.position[int(begin)]) for begin in layout.start[:-1]]
         for slot, position in zip(chosen, first, strict=True):
             history[slot] = history[slot][:position]
-        committed = dynamic.committed_state(tables, layout)
+        committed = step_records.committed_state(tables, layout)
         for r, slot in enumerate(chosen):
             expected = [state_of(each, history[slot]) for each in made[slot]]
             np.testing.assert_allclose(committed[r], expected, rtol=1e-6)
         tables.record[:tokens, 1:5] = torch.from_numpy(rng.normal(size=(tokens, 4)).astype("f4"))
-        dynamic.fold_records(tables, layout, CONDITIONS)
+        step_records.fold_records(tables, layout, CONDITIONS)
         for slot, begin, count in zip(chosen, layout.start.tolist(), counts, strict=False):
             rows = tables.record[begin : begin + count].numpy().copy()
             rows = np.concatenate([rows, layout.token[begin : begin + count, None]], axis=1)
@@ -174,8 +174,8 @@ def test_part_equals_a_loop_over_accepted_tokens(seed: int) -> None:
     tokens: list[list[int]] = [[] for _ in range(REQUESTS)]
     seen = set()
     for chosen, counts, layout in steps(rng):
-        dynamic.begin_records(tables, layout, CONDITIONS)
-        dynamic.fold_records(tables, layout, CONDITIONS)
+        step_records.begin_records(tables, layout, CONDITIONS)
+        step_records.fold_records(tables, layout, CONDITIONS)
         for slot, begin, count in zip(chosen, layout.start.tolist(), counts, strict=False):
             each = made[slot]
             del tokens[slot][int(layout.position[begin]) :]
@@ -218,11 +218,11 @@ def test_drafts_with_another_factor_are_found(seed: int) -> None:
     seen = set()
     for chosen, counts, layout in steps(rng):
         tokens = int(layout.position.shape[0])
-        before = dynamic.committed_state(tables, layout)
+        before = step_records.committed_state(tables, layout)
         tables.record[:tokens, 1:5] = torch.from_numpy(rng.normal(size=(tokens, 4)).astype("f4"))
         tables.record[:tokens, PART_COLUMN] = torch.from_numpy(rng.integers(0, 2, tokens).astype("f4"))
-        dynamic.fold_records(tables, layout, CONDITIONS)
-        wrong = dynamic.wrong_drafts(tables, layout, before, CONDITIONS)
+        step_records.fold_records(tables, layout, CONDITIONS)
+        wrong = step_records.wrong_drafts(tables, layout, before, CONDITIONS)
         for r, (slot, count) in enumerate(zip(chosen, counts, strict=True)):
             begin = int(layout.start[r])
             first = int(layout.position[begin])
@@ -252,14 +252,14 @@ def test_drafts_with_another_factor_are_found(seed: int) -> None:
 )
 def test_tokens_before_the_first_wrong_draft_are_kept(wrong: list[bool], drafts: int, kept: int) -> None:
     """Catches a wrong draft that is accepted, and one token too few; tokens that are not drafts always count."""
-    assert dynamic.accepted_tokens(torch.tensor([wrong]), torch.tensor([drafts])).tolist() == [kept]
+    assert step_records.accepted_tokens(torch.tensor([wrong]), torch.tensor([drafts])).tolist() == [kept]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(6))
 def test_kernels_equal_the_definition(seed: int) -> None:
     """Catches a kernel that differs from the definition in a record or a state."""
-    from vllm_steer.taps import dynamic_kernel
+    from vllm_steer.taps import records_kernel
 
     rng = np.random.default_rng(seed)
     slow, fast = make_tables(), make_tables("cuda")
@@ -278,8 +278,8 @@ def test_kernels_equal_the_definition(seed: int) -> None:
         on_gpu = BatchLayout(*(each.cuda() for each in vars(layout).values()))
         begun = []
         for tables, place, begin, fold in (
-            (slow, layout, dynamic.begin_records, dynamic.fold_records),
-            (fast, on_gpu, dynamic_kernel.launch_begin, dynamic_kernel.launch_fold),
+            (slow, layout, step_records.begin_records, step_records.fold_records),
+            (fast, on_gpu, records_kernel.launch_begin, records_kernel.launch_fold),
         ):
             tables.replayed[:tokens].copy_(replayed)
             begin(tables, place, CONDITIONS)
