@@ -9,17 +9,19 @@ run; a new engine starts only if settings or requests change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from vllm_steer.errors import SteeringError
 from vllm_steer.testing.fuzz.compare import Counts, Tolerance, compare_runs
 from vllm_steer.testing.fuzz.drive import Run, run, run_each_alone
 from vllm_steer.testing.fuzz.model import engine, reference_settings
-from vllm_steer.testing.fuzz.workload import Request, Settings, Workload
+from vllm_steer.testing.fuzz.workload import Request, Settings, Workload, sampling_params
 
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 PASSES = 4
 """Maximum number of passes over the remaining requests; one pass starts three engines."""
 
@@ -132,7 +134,7 @@ def _drop_settings(comparator: Comparator, workload: Workload, right: Run) -> Se
     for part in ("engine", "steering"):
         for name in list(getattr(settings, part)):
             rest = {key: value for key, value in getattr(settings, part).items() if key != name}
-            candidate = msgspec.structs.replace(settings, **{part: rest})
+            candidate = _with(settings, **{part: rest})
             if _fails_in_new_engine(comparator, candidate, workload.requests, right):
                 settings = candidate
     return settings
@@ -140,8 +142,10 @@ def _drop_settings(comparator: Comparator, workload: Workload, right: Run) -> Se
 
 def _simplify_requests(comparator: Comparator, settings: Settings, requests: list[Request]) -> list[Request]:
     """Try every simpler form of each request once, with the other requests unchanged."""
-    candidates = [(i, simpler) for i, request in enumerate(requests) for simpler in _simpler_forms(request)]
-    named = [msgspec.structs.replace(simpler, name=f"candidate{i}") for i, (_, simpler) in enumerate(candidates)]
+    candidates = [
+        (i, simpler) for i, request in enumerate(requests) for simpler in _simpler_forms(request, comparator.hidden)
+    ]
+    named = [_with(simpler, name=f"candidate{i}") for i, (_, simpler) in enumerate(candidates)]
     _, right = comparator.references([*requests, *named])
     if right.broken:
         return requests
@@ -157,49 +161,40 @@ def _simplify_requests(comparator: Comparator, settings: Settings, requests: lis
     return requests
 
 
-def _simpler_forms(request: Request) -> Iterator[Request]:
-    """Yield forms of the request with one property removed."""
-    changes: dict[str, Any]
+def _simpler_forms(request: Request, hidden: int) -> Iterator[Request]:
+    """Yield valid forms of the request with one property removed, or with fewer tokens."""
+    forms = list(_without_one(request))
+    if request.capture is not None and len(request.capture.hooks) > 1:
+        hooks = ({point: layers} for point, layers in request.capture.hooks.items())
+        forms += [_with(request, capture=_with(request.capture, hooks=each)) for each in hooks]
+    tokens, prompt = request.max_tokens, request.prompt
+    forms += [_with(request, max_tokens=each) for each in sorted({1, tokens // 4, tokens // 2} - {0, tokens})]
+    lengths = sorted({8, len(prompt) // 4, len(prompt) // 2} - {0})
+    forms += [_with(request, prompt=prompt[:length]) for length in lengths if length < len(prompt)]
+    for simpler in forms:
+        with suppress(SteeringError):
+            sampling_params(simpler.standalone, hidden)
+            yield simpler
 
-    def without(**changes: Any) -> Request:
-        return msgspec.structs.replace(request, **changes)
 
-    if request.stops:
-        yield without(stops=[])
-    for i, edit in enumerate(request.edits):
-        for changes in ({"when": []}, {"live": None}):
-            simpler = msgspec.structs.replace(edit, **changes)
-            if simpler != edit:
-                yield without(edits=[*request.edits[:i], simpler, *request.edits[i + 1 :]])
-    for i in range(len(request.readouts)):
-        yield without(readouts=[*request.readouts[:i], *request.readouts[i + 1 :]])
-    if request.capture is not None:
-        yield without(capture=None)
-        yield without(capture=msgspec.structs.replace(request.capture, reduce=None, dtype=None, before=False))
-        for point in request.capture.hooks if len(request.capture.hooks) > 1 else ():
-            yield without(capture=msgspec.structs.replace(request.capture, hooks={point: request.capture.hooks[point]}))
-    if request.edits:
-        yield without(edits=[])
-        for i in range(len(request.edits) if len(request.edits) > 1 else 0):
-            yield without(edits=[edit for j, edit in enumerate(request.edits) if j != i])
-    for changes in (
-        {"n": 1},
-        {"globally": []},
-        {"module": False},
-        {"stream": False},
-        {"salt": None},
-        {"abort_after": None},
-        {"gap": 0},
-        {"grows": None},
-        {"skip_cache": False},
-    ):
-        if any(getattr(request, name) != value for name, value in changes.items()):
-            yield without(**changes)
-    for length in sorted({1, request.max_tokens // 4, request.max_tokens // 2} - {0, request.max_tokens}):
-        yield without(max_tokens=length)
-    for length in sorted({8, len(request.prompt) // 4, len(request.prompt) // 2} - {0, len(request.prompt)}):
-        if length < len(request.prompt):
-            yield without(prompt=request.prompt[:length])
+def _without_one(value: _Struct) -> Iterator[_Struct]:
+    """Yield forms of a struct in which one field has its default, or an item of a list is removed or simpler."""
+    for field in msgspec.structs.fields(value):
+        now = getattr(value, field.name)
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        forms = [] if default is msgspec.NODEFAULT or now == default else [default]
+        if isinstance(now, msgspec.Struct):
+            forms += _without_one(now)
+        elif isinstance(now, list):
+            for i, item in enumerate(now):
+                if isinstance(item, msgspec.Struct):
+                    forms += [[*now[:i], *now[i + 1 :]]] if len(now) > 1 else []
+                    forms += [[*now[:i], simpler, *now[i + 1 :]] for simpler in _without_one(item)]
+        yield from (_with(value, **{field.name: form}) for form in forms)
+
+
+def _with(value: _Struct, **changes: Any) -> _Struct:
+    return msgspec.structs.replace(value, **changes)
 
 
 def _size(request: Request) -> int:
