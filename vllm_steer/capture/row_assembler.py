@@ -90,19 +90,9 @@ class RowAssembler:
                 return part, number
         return part, len(self._chunks)
 
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks so far."""
-        return len(self._chunks)
-
-    def records_since(self, chunk: int) -> tuple[list[tuple[int, list[list[float]]]], int]:
-        """Return first position and records of each chunk from number ``chunk`` on, and the number of chunks so far."""
-        runs = [
-            (each.start, np.frombuffer(each.rows, np.float32).reshape(each.count, -1).tolist())
-            for each in self._chunks[chunk:]
-            if each.projection == RECORDS
-        ]
-        return runs, len(self._chunks)
+    def drop(self, num_chunks: int) -> None:
+        """Drop the first chunks, which nobody reads any more."""
+        del self._chunks[:num_chunks]
 
     def records(self, forwarded: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
         """Return positions ``[n]`` and records ``[n, width]`` of the tokens before position ``forwarded``."""
