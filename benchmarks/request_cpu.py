@@ -77,7 +77,7 @@ STAGES: dict[str, tuple[str, ...]] = {
         "capture.manager:CaptureManager._deliver_measured", "capture.manager:CaptureManager._begin",
         "capture.consumers.filesystem:FilesystemConsumer.accept",
     ),
-    "results": ("server.http.row_encoding:encode_inline", "server.http.response_writer:_encode"),
+    "results": ("server.http.capture_reports:encode_inline", "server.http.response_writer:_encode"),
 }  # fmt: skip
 """Functions of this package by stage."""
 
