@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import numpy as np
 
 from vllm_steer.capture.readouts import Readouts, SteeringTrace
 from vllm_steer.capture.results import RowAccess, SiteRows, Unreached, raise_unknown_site
@@ -236,7 +234,7 @@ def _parse_captures(choice: Mapping[str, Any]) -> dict[str, CaptureAnswer]:
 
 def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
     sites = {
-        (point, int(layer)): _parse_rows(site)
+        (point, int(layer)): Rows.from_json(site)
         for point, layers in report.get("sites", {}).items()
         for layer, site in layers.items()
     }
@@ -251,12 +249,3 @@ def _parse_readouts(choice: Mapping[str, Any]) -> dict[str, ReadoutValues]:
 def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:
     trace = choice.get("steering_trace")
     return None if trace is None else Trace.from_json(trace)
-
-
-def _parse_rows(site: Mapping[str, Any]) -> Rows:
-    import torch
-
-    data = bytearray(base64.b64decode(site["data"]))
-    dtype = getattr(torch, site["dtype"])
-    rows = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return Rows(np.array(site["positions"], np.int64), rows.reshape(site["shape"]))

@@ -18,8 +18,7 @@ from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.readout_stream import ReadoutStream
 from vllm_steer.capture.readouts import Readouts, SteeringTrace
 from vllm_steer.capture.results import NO_TOKEN, CaptureResults
-from vllm_steer.capture.row_assembler import RowAssembler
-from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream
+from vllm_steer.capture.row_assembler import RowAssembler, RowDelta, RowDeltaStream
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.compat.internals import FinishReason, RequestOutputKind
 from vllm_steer.engine.admission import REFUSED
