@@ -12,7 +12,7 @@ MIN_MOOD = 2.0
 """Smallest distance of the mood of steered text from that of plain text, in words per hundred."""
 MIN_SEPARATION = 2.0
 """Smallest distance of the probe's mean scores of held-out sentences, in standard deviations."""
-MAX_REMAINING, MIN_REMAINING = 0.25, 0.75
+MAX_REMAINING, MIN_REMAINING = 0.25, 0.6
 """Largest part of the contexts' effect that remains without the direction, and smallest without a random one."""
 MIN_STREAMED = 0.1
 """Smallest distance between the mean scores of the tokens of a happy and of a sad answer."""

@@ -14,6 +14,8 @@ from demo.checks import Check
 from demo.texts import MOOD
 
 CONSOLE = Console(width=140, highlight=False)
+SHOWN_SCORE = 0.7
+"""Smallest size of a token's score that is printed."""
 
 
 def headline(text: str) -> None:
@@ -39,9 +41,11 @@ def print_answers(rows: Sequence[dict[str, str]]) -> None:
 
 
 def print_scored(piece: str, score: float) -> None:
-    """Print a piece of a stream, blue if its score is clearly negative, and red if it is clearly positive."""
-    colour = "white on blue" if score < -0.5 else "white on red" if score > 0.5 else "default"
-    CONSOLE.print(f"[{colour}]{escape(piece)}[/]", end="")
+    """Print a piece of a stream, with its score if it is clearly negative (blue) or positive (red)."""
+    if abs(score) < SHOWN_SCORE:
+        CONSOLE.print(escape(piece), end="")
+    else:
+        CONSOLE.print(f"[bold {'blue' if score < 0 else 'red'}]{escape(f'{piece} ({score:+.1f})')}[/]", end="")
 
 
 def print_checks(checks: Sequence[Check], step: str) -> None:

@@ -57,7 +57,6 @@ def offline(llm: Any, results: dict[str, Any]) -> tuple[Any, Any, tuple[float, f
     report.print_checks(checks(results), "control")
 
     report.headline("5. Answers to questions that nothing was chosen on")
-    results["tokens"] = study.SHOWN_TOKENS
     results["shown"] = study.show(llm, direction, doses)
     report.print_answers(results["shown"]["rows"])
     report.print_checks(checks(results), "shown")

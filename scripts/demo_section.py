@@ -9,9 +9,9 @@ ROWS = 3
 """Number of prompts in the README, from the first of the demo."""
 
 TEXT = """
-`make demo` asks {model} these questions and checks every figure below, in a few minutes on two CPU cores.
+`make demo` asks {model} these questions on a CPU, and checks every figure below.
 One direction, the difference of the means over thirty pairs of sad and happy sentences, is added to the output of
-layer {layer}: {minus:+} and {plus:+} times the length of the stream. Answers are greedy, and cut after {tokens} tokens.
+layer {layer}: {minus:+} and {plus:+} times the length of the stream. The answers are greedy and cut short.
 
 * The log-odds of a happy against a sad next word move by {low:+.1f} and {high:+.1f}; with {random} random directions of
   the same length, by {random_low:+.1f} to {random_high:+.1f}.
@@ -32,7 +32,6 @@ def answers() -> str:
     rows = [tuple(cell(row[name]) for name in ("prompt", "minus", "plain", "plus")) for row in shown["rows"][:ROWS]]
     figures = TEXT.format(
         model=found["model"],
-        tokens=found["tokens"],
         layer=chosen["layer"],
         minus=chosen["minus"],
         plus=chosen["plus"],
