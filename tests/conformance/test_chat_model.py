@@ -223,12 +223,14 @@ def test_captured_rows_equal_hf(answers: list[Answer]) -> None:
 def test_the_first_token_is_massive(answers: list[Answer]) -> None:
     """Catches rows of a model that is not trained, and a first row that was lost or shifted.
 
-    This is why the demo leaves the first token out of means and ablations.
+    This is why the demo leaves the first token out of means and ablations: its row is long and independent of the text.
     """
-    for answer in of(answers, "capture"):
-        lengths = np.linalg.norm(answer.output.outputs[0].capture_results["memory"].tensor("post_block", 8), axis=1)
-        assert lengths.argmax() == 0
-        assert lengths[0] > 10 * np.median(lengths)
+    rows = [answer.output.outputs[0].capture_results["memory"].tensor("post_block", 8).numpy() for answer in
+            of(answers, "capture")]  # fmt: skip
+    for each in rows:
+        lengths = np.linalg.norm(each, axis=1)
+        assert lengths[0] > 4 * np.median(lengths)
+        np.testing.assert_allclose(each[0], rows[0][0], atol=CLOSE * lengths[0])
 
 
 def test_scores_and_lens_equal_hf(answers: list[Answer], reference: Reference) -> None:
