@@ -31,7 +31,7 @@ class LocalRunner:
     no_tokenizer = "is a text, but the engine was started without a tokenizer; give token ids"
 
     def __init__(self, vllm_config: Any, context: EngineContext, get_tokenizer: Callable[[], Any]) -> None:
-        self._vllm_config, self._context, self._get_tokenizer = vllm_config, context, get_tokenizer
+        self._vllm_config, self.context, self._get_tokenizer = vllm_config, context, get_tokenizer
 
     def check(self) -> None:
         """Raise if the study was cancelled."""
@@ -47,11 +47,11 @@ class LocalRunner:
         Raises:
             SteeringError: The engine returns other scores than log-probabilities of the model.
         """
-        config, known = self._vllm_config.model_config, self._context.capabilities
+        config, known = self._vllm_config.model_config, self.context.capabilities
         check_logprobs_mode(config.logprobs_mode, config.logits_processors, shared=self.shared)
         vocab = int(config.get_vocab_size())
         return ModelFacts(
-            self._context.model_name,
+            self.context.model_name,
             known.num_layers,
             known.hidden_size,
             points_on(known.config.points),
@@ -63,17 +63,17 @@ class LocalRunner:
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise SteeringError("study", self.no_tokenizer)
         self.check()
-        return list(self._tokenizer.encode(text, add_special_tokens=special))
+        return list(self.tokenizer.encode(text, add_special_tokens=special))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token; its number if the engine has no tokenizer."""
         self.check()
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return [f"<{token}>" for token in tokens]
-        decode = self._tokenizer.decode
+        decode = self.tokenizer.decode
         return join_characters(tokens, [decode([token]) for token in tokens], lambda part: decode(list(part)))
 
     def capture(
@@ -100,7 +100,7 @@ class LocalRunner:
         return {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:
         return None if self._vllm_config.model_config.skip_tokenizer_init else self._get_tokenizer()
 
 

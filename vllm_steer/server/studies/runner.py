@@ -88,7 +88,7 @@ class EngineRunner(LocalRunner):
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text; raise ``SteeringError`` for one that is too long for a prompt."""
-        most = self._context.capabilities.max_model_len * int(getattr(self._tokenizer, "max_chars_per_token", 0))
+        most = self.context.capabilities.max_model_len * int(getattr(self.tokenizer, "max_chars_per_token", 0))
         if 0 < most < len(text):
             raise SteeringError(
                 "study", f"has {len(text)} characters; a prompt of max_model_len tokens has at most {most}"
@@ -132,7 +132,7 @@ class EngineRunner(LocalRunner):
 
     def _check_norm(self, params: Any) -> None:
         """Raise ``SteeringError`` if an edit may add more than the server allows, as for other requests."""
-        max_norm = self._context.registry.max_norm
+        max_norm = self.context.registry.max_norm
         if max_norm and (program := program_of(params)) is not None:
             check_magnitude(program, max_norm)
 
@@ -148,7 +148,7 @@ class EngineRunner(LocalRunner):
     async def _with_global_steering(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``extra_args`` with the global steering of the study's start, since its runs are compared."""
         if self._snapshot is None:
-            newest = await self._context.registry.refresh()
+            newest = await self.context.registry.refresh()
             self._snapshot = self._snapshot or newest  # another run of the study may have read it meanwhile
         # With `APPLIED_KEY`, the front end does not add the present global steering.
-        return {APPLIED_KEY: b"", **self._context.registry.compose(extra, self._snapshot)}
+        return {APPLIED_KEY: b"", **self.context.registry.compose(extra, self._snapshot)}
