@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import demo_section
 import frontier_page
 import patching_sections
 import peer_sections
@@ -150,7 +151,7 @@ def splits() -> str:
 FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
 """Projects whose fields are refused by name without their interface, by page."""
 SECTIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "README.md": {"costs": costs},
+    "README.md": {"answers": demo_section.answers, "costs": costs},
     "docs/design/architecture.md": {"rooms": rooms, "stages": stages},
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed},
