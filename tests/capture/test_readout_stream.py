@@ -29,6 +29,9 @@ PROBE = CompiledReadout("p", True, 2, 1, (0,), 0.0, False, "all")
 class Sample:
     """The second of two requests; a record has the number of its request, its position and a version."""
 
+    padding = 2
+    """Columns of other requests of the step, whose records are wider."""
+
     def __init__(self, *readouts: CompiledReadout, drop: bool = False) -> None:
         self.program = Program(1, 8, (), (), (), (), readouts=readouts)
         self.width, self.drop = self.program.layout.width, drop
@@ -44,7 +47,8 @@ class Sample:
 
     def add(self, start: int, records: list[list[float]]) -> None:
         count = len(records) // 2
-        index = RowIndex(IDS, ((self.width,),) * 2, RECORDS)
+        records = [[*record, *[0.0] * self.padding] for record in records]
+        index = RowIndex(IDS, ((self.width + self.padding,),) * 2, RECORDS)
         data = np.array(records, np.float32).view(np.uint8)
         self.receiver.add_step(StepRows(index, np.full(2, start), np.full(2, count), data))
 

@@ -128,10 +128,10 @@ class ReadoutStream:
         return found
 
     def _fill(self, covering: list[_Group], position: int, numbers: list[bytes]) -> bytes:
-        """Return the JSON of one position with the numbers of its record, to which the position is appended."""
+        """Return the JSON of one position with the numbers of its record, behind which the position is put."""
         for column in self._indices:
             numbers[column] = numbers[column][:-2]  # an integer
-        numbers.append(b"%d" % position)
+        numbers[self.program.layout.width :] = (b"%d" % position,)  # records are as wide as the widest of their step
         members = [group.fill(numbers) for group in covering if not group.part or numbers[group.part] != b"0.0"]
         return b"{%b}" % b",".join(members) if members else b""
 
