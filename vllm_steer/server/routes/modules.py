@@ -35,7 +35,7 @@ _SET_KEYS = ("base", "prefill", "decode", "edits", "modules", "replace")
 Name = Annotated[str, Path(description="Name of a module, or `name@sha256:...` for one of its versions.")]
 Data = Annotated[bool, Query(description="Include the vectors in the response.")]
 FileName = Annotated[
-    str | None, Query(description="Name of the module in a body that is a file. JSON bodies use `name`.")
+    str | None, Query(description="Name of the module, if the body is a file. JSON bodies use `name`.")
 ]
 
 
