@@ -23,6 +23,7 @@ from measured import (
 )
 from pages import table
 
+from benchmarks.front_end import TARGETS as FRONT_END_TARGETS
 from benchmarks.shapes import SHAPES
 from vllm_steer import __version__
 from vllm_steer.config import SteeringConfig
@@ -30,8 +31,14 @@ from vllm_steer.taps.tables import table_bytes, table_shapes
 
 NOT_MEASURED = "not measured"
 CHANGED = "the code has changed since"
-FRONT_END_TARGETS: Mapping[str, float] = {"own vectors at 3 sites": 0.3, "a module of 3 sites by name": 0.05}
-"""Targets for the CPU time that steering adds to a request, in milliseconds."""
+FRONT_END_WAYS: Mapping[str, str] = {
+    "off": "installed, steering off",
+    "idle": "no steering",
+    "own vector": "own vector in each body",
+    "16 probes": "16 probes, streamed",
+    "one layer to files": "one layer to files",
+}
+"""Ways of ``benchmarks/front_end.py`` in the words of this table."""
 RATIO, MS = "{:.3f}", "{:.2f} ms"
 """Formats of values."""
 
@@ -199,17 +206,22 @@ def kernels(shape: str) -> Aim:
                "idle steps", figure)  # fmt: skip
 
 
-def host(
-    what: str, unit: str, bound: Bound, file: str, kind: str, form: str, value: Callable[[Any], dict[str, float]]
-) -> Aim:  # fmt: skip
-    """Return an aim for a figure of one named result."""
+def front_end(way: str) -> Aim:
+    """Return an aim for the API server's CPU, measured by ``benchmarks/front_end.py``, by route and streams."""
+    ratio, added = FRONT_END_TARGETS[way]
+    key, form = ("ratio", RATIO) if ratio is not None else ("added_ms_per_request", "{:+.3f} ms")
+    bound = Bound(high=ratio) if ratio is not None else Bound(high=added, text=f"≤ +{added:g} ms")
 
     def figure(fits: Fits) -> Figure | None:
-        if file not in names(file) or not fits(kind, result := read(file)):
-            return None
-        return Figure(value(result), [(file, result)])
+        for name in names("api-server*.json"):
+            if fits("requests", result := read(name)):
+                values = {f"{each['route'].split('/')[2]}, {each['streams']}": each[key]
+                          for each in result["figures"] if each["way"] == way}  # fmt: skip
+                return Figure(values, [(name, result)]) if values else None
+        return None
 
-    return Aim(what, unit, bound, kind, figure, form=form)
+    unit = "CPU, ratio to stock vLLM" if ratio is not None else "CPU per request"
+    return Aim(f"API server: {FRONT_END_WAYS[way]}", unit, bound, "requests", figure, form=form)
 
 
 def patching(fits: Fits) -> Figure | None:
@@ -292,10 +304,7 @@ AIMS: Sequence[Aim] = (
         has_note=True),
     Aim("peers beside this project, ratio to their stock vLLM", "throughput", None, "captured steps", peers),
     Aim("GPU tests", "runs", Bound(1, text="all pass"), "captured steps", tested),
-    *(host(f"front end: {name}", "CPU", Bound(high=most, text=f"≤ {most:g} ms"), "front-end.json", "requests",
-           "{:.3f} ms",
-           lambda result, name=name: {"": result["added_ms_per_request"][name]})
-      for name, most in FRONT_END_TARGETS.items()),
+    *(front_end(way) for way in FRONT_END_WAYS),
 )  # fmt: skip
 
 

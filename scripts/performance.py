@@ -47,10 +47,8 @@ REMAINING = """
 * Requests with new vectors carry them to the engine, which delays their first token.
 * Captured rows of many requests (2 MiB per step for one layer at batch 256) are copied once in the engine process and sent to the
   front end over a socket.
-* A captured request adds its consumer's thread and the encoding of its results to the API server's CPU time, more than the
-  aim of 0.3 ms. One layer to files
-  cannot reach the aim: receiving, copying and writing the rows alone takes longer (`benchmarks/results/request-cpu.json`).
-  On hosts with slow cores the API server's process, which stock vLLM almost fills at concurrency 256, limits the throughput of
+* A captured request adds its consumer's thread and the encoding of its results to the API server's CPU time: at least the
+  receiving, copying and writing of its rows. On hosts with slow cores the API server's process, which stock vLLM almost fills at concurrency 256, limits the throughput of
   captures and of own vectors; `--api-server-count` spreads the work over several processes.
 * Graphs with taps take longer to capture than stock vLLM's. With filled compile caches they are the largest part of what steering
   adds to the start of a server (its log has the seconds and MiB of each set); with empty caches, compiling the model a second

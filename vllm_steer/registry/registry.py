@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from vllm_steer.registry.index import RegistryLimits, ResolvedModule
 from vllm_steer.registry.metadata import ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
+from vllm_steer.registry.shared_call import SharedCall
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.registry.storage import MemoryStore, RegistryStore
 from vllm_steer.registry.vector_files import read_vector_file
@@ -95,6 +95,7 @@ class SteeringRegistry:
         """
         self._checker = checker
         self._store = MemoryStore() if store is None else store
+        self._queries = SharedCall(self.snapshot, "vllm-steer-registry-query")
         self._limits = limits
         self._composer = RequestComposer(FeatureReader(saes or {}, centring, any_site=sae_any_site))
         self._model_name = model_name
@@ -314,7 +315,7 @@ class SteeringRegistry:
     async def refresh(self) -> Snapshot:
         """Return `snapshot` without waiting for files or a database in the event loop."""
         if self.is_remote or self.is_stale():
-            return await asyncio.to_thread(self.snapshot)
+            return await self._queries.run()
         return self._store.snapshot
 
     def compose(self, extra: Mapping[str, Any], snapshot: Snapshot | None = None) -> Mapping[str, Any]:

@@ -7,7 +7,6 @@ duplicate keys. The OpenAPI document takes the schemas from :mod:`vllm_steer.ser
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path, Query
@@ -23,7 +22,7 @@ from vllm_steer.request.scalars import shown
 from vllm_steer.request.strict_json import parse_json
 from vllm_steer.server.auth.current_key import current_key, require
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.http.body_checks import registry_calls
+from vllm_steer.server.http.body_checks import clearing_calls, registry_calls
 from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import BINARY, JSON, MODULE_BODY, SET_BODY
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
@@ -93,8 +92,7 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
     @router.post("/clear", summary="Clear global steering", openapi_extra=requires(Right.GLOBAL))
     async def clear_steering(request: Request) -> GlobalSteering:
         """Clear global steering for requests admitted from now on. The body has no fields."""
-        # Not in the pool, so that a full queue cannot keep steering on.
-        return await asyncio.to_thread(_clear_json, registry, await read_body(request, max_body))
+        return await clearing_calls().run(_clear_json, registry, await read_body(request, max_body))
 
     @router.get("/set", summary="Get global steering", openapi_extra=requires(Right.READ))
     async def get_steering(data: Data = False) -> GlobalSteering:
