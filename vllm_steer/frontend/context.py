@@ -149,12 +149,6 @@ def context_of(processor: Any) -> EngineContext | None:
     return getattr(processor, _CONTEXT, None)
 
 
-def capture_manager_of(output_processor: Any) -> CaptureManager:
-    """Return the capture manager of the engine client of an output processor."""
-    context: EngineContext = getattr(output_processor, _CONTEXT)
-    return context.capture_manager
-
-
 def set_consumers(engine: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
     """Set the consumers of an engine client beside ``memory``. Call before the first request."""
     setattr(engine, _CONSUMER_OPTIONS, options)
