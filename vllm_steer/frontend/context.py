@@ -62,7 +62,7 @@ class RegistryOptions(msgspec.Struct, frozen=True):
     folder: str | None = None
     """Folder or database URL of the registry; None keeps it in the memory of this process."""
     modules: dict[str, str] = {}
-    """Paths of safetensors files by module name."""
+    """Paths of module or vector files by module name."""
     limits: RegistryLimits = RegistryLimits()
     """Largest number and size of modules."""
 
