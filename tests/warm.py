@@ -10,19 +10,21 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 PRELOADED = (
-    "vllm_steer.llm", "vllm_steer.server.app", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
+    "vllm_steer.llm", "vllm_steer.server.lifespan", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama", "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve", "vllm.entrypoints.launchers.app",
     "vllm.entrypoints.openai.chat_completion.serving", "vllm.entrypoints.openai.completion.serving",
@@ -47,10 +49,8 @@ class WarmProcess(ForkServerProcess):
         self.environment = dict(self.environment or os.environ)
         super().start()
 
-    def run(self) -> None:
-        os.environ.clear()
-        os.environ.update(self.environment or {})
-        super().run()
+    def __reduce__(self) -> Any:
+        return _restore, (self.environment, bytes(ForkingPickler.dumps(vars(self))))
 
     # The rest of what a caller of ``subprocess.Popen`` uses.
 
@@ -62,6 +62,15 @@ class WarmProcess(ForkServerProcess):
         if self.exitcode is None:
             raise subprocess.TimeoutExpired(self.name, timeout or 0.0)
         return self.exitcode
+
+
+def _restore(environment: Mapping[str, str], state: bytes) -> WarmProcess:
+    """Return the process; set its variables first, which modules may read that are imported for its arguments."""
+    os.environ.clear()
+    os.environ.update(environment)
+    process = WarmProcess.__new__(WarmProcess)
+    vars(process).update(pickle.loads(state))  # noqa: S301 (written by this process's parent)
+    return process
 
 
 class WarmContext(ForkServerContext):
@@ -119,7 +128,7 @@ def _run(code: str, arguments: list[str], folder: str, files: list[str]) -> None
     os.setsid()
     multiprocessing.current_process().name = "MainProcess"
     for number, path in enumerate(files[:2], 1):
-        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(output, number)
     sys.stdin = open(files[2])  # noqa: SIM115
     os.chdir(folder)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from demo import style
+from tests.docs import style
 from tests.docs.markdown import links
 from tests.docs.runner import ENGINE_ENVIRONMENT
 from tests.repo.tree import ROOT, files, read
