@@ -178,7 +178,7 @@ STUDY = "/v1/steering/patch"
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a mask": (COMPLETIONS, {**BODY, "steering": [{**EDIT, "tokens": MASK}]}, "steering[0].tokens", "mask"),
     "a peer's patch": (COMPLETIONS, {**BODY, "patch": [PATCH]}, "patch", "RhizoNymph"),
-    "half of a pair": (STUDY, {"clean": "\ud800", "corrupt": "x", "answer": "y"}, "clean", "surrogate"),
+    "half of a pair": (STUDY, {"clean": "\ud800", "corrupt": "x", "answer": "y"}, "body", "surrogate"),
     "a long text": (STUDY, {"clean": "ab " * 2_700_000, "corrupt": [5, 6], "answer": [7]}, "clean", "characters"),
     "long lists": (
         COMPLETIONS, {**BODY, "steering": [{**EDIT, "tokens": MANY}] * 40}, "steering", "at most"
