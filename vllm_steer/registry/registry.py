@@ -51,6 +51,9 @@ class ProgramChecker(Protocol):
     def hidden_size(self) -> int: ...
 
     @property
+    def num_layers(self) -> int: ...
+
+    @property
     def max_model_len(self) -> int: ...
 
     def check(self, program: Program, prompt_len: int | None) -> None:
@@ -97,7 +100,8 @@ class SteeringRegistry:
         self._store = MemoryStore() if store is None else store
         self._queries = SharedCall(self.snapshot, "vllm-steer-registry-query")
         self._limits = limits
-        self._composer = RequestComposer(FeatureReader(saes or {}, centring, any_site=sae_any_site))
+        features = FeatureReader(saes or {}, centring, any_site=sae_any_site)
+        self._composer = RequestComposer(features, checker.num_layers)
         self._model_name = model_name
         self._reported: Snapshot | None = None
         self._check_stored(self.snapshot())

@@ -166,7 +166,7 @@ def record_prompt(original: Callable[..., int], serving: Any, prompt: Any, *args
     set_prompt_len(length)
     context = current_request.get()
     if context is not None and isinstance(prompt, Mapping):
-        context.prompt = prompt.get("decoder_prompt", prompt)
+        context.prompt = prompt
         context.input_processor = getattr(getattr(serving, "engine_client", None), "input_processor", None)
     return length
 
