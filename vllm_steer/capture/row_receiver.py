@@ -81,7 +81,7 @@ class RowReceiver:
         return outputs[num_rows_outputs:]
 
     def record_json(self, request_id: str, position: int, *, take: bool) -> list[bytes] | None:
-        """Return each number of a request's newest record as JSON if it is that of a position; otherwise None.
+        """Return each number of a request's newest record as JSON; None if the record is of another position.
 
         Hot path: without the lock, because steps are added in the caller's thread, and none is dropped by another
         thread while this request collects.
