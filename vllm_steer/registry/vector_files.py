@@ -93,9 +93,7 @@ def write_vector_file(path: Path, module: Module, metadata: ModuleMetadata) -> N
         raise SteeringError("out", f"a control vector has no place for {', '.join(beyond)}; write .safetensors")
     for edit in module.base:
         if edit.point != "post_block" or edit.layers[0] == 0:
-            problem = (
-                "a control vector has post_block from layer 1 on; take those with --layer, or write .safetensors"
-            )
+            problem = "a control vector has post_block from layer 1 on; take those with --layer, or write .safetensors"
             raise SteeringError("out", f"{edit.point} of layer {edit.layers[0]} has no place: {problem}")
     try:
         import gguf

@@ -64,9 +64,7 @@ class Lens(Declared, frozen=True):
                 raise SteeringError("tokens", f"must be a list of 1 to {MAX_TOP_K} token ids, not {shown(self.tokens)}")
             for i, each in enumerate(self.tokens):
                 if not is_integer(each) or not 0 <= each <= MAX_TOKEN:
-                    problem = (
-                        f"must be a token id, 0 to {MAX_TOKEN}, not {shown(each)}; the tokenizer gives it"
-                    )
+                    problem = f"must be a token id, 0 to {MAX_TOKEN}, not {shown(each)}; the tokenizer gives it"
                     raise SteeringError(f"tokens[{i}]", problem)
             tokens = tuple(map(int, self.tokens))
             if len(set(tokens)) != len(tokens):
