@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[bytes, Choice, str]] = {
     "svec": (svec(**{"3": V.tolist()}), Choice(), "hook point is not in the file"),
     "svec with rows": (svec(**{"3": [V.tolist()] * 2}), Choice(point="pre_attn"), "has 2 rows"),
     "svec with a name": (svec(a=V.tolist()), Choice(point="pre_attn"), "not the number of a layer"),
-    "the generator's file": ((DATA / "cvector-generator.gguf").read_bytes(), Choice(), "control-vector|cvector-generator"),
+    "the generator's file": ((DATA / "cvector-generator.gguf").read_bytes(), Choice(), "|cvector-generator"),
     "hidden_states": (save({"hidden_states.4": V}), Choice(), "final norm"),
     "another point": (save({"layers.4": V}), Choice(point="pre_attn"), "the file has post_block"),
     "another format": (save({"layers.4": V}), Choice("svec"), "has the content of sites"),
