@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.extras import install_hint
 from vllm_steer.registry.metadata import METADATA_KEYS, ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import CONTENT_KEYS, EDITS, PROBES, Module, parse_module
-from vllm_steer.registry.module_files import MLP_PROBES, read_header, read_module, write_module
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.registry.module_files import MLP_PROBES, module_of, write_module
 from vllm_steer.vectors import Choice, read_vectors
-from vllm_steer.vectors.containers import MAX_FILE_BYTES, kind_of
+from vllm_steer.vectors.containers import MAX_FILE_BYTES, Container, open_container
+from vllm_steer.vectors.read import CONVERT
 
 _TENSOR_PREFIXES = (*CONTENT_KEYS, MLP_PROBES)
 
@@ -23,42 +25,46 @@ _TENSOR_PREFIXES = (*CONTENT_KEYS, MLP_PROBES)
 def read_vector_file(
     source: str | Path | bytes,
     choice: Choice = Choice(),  # noqa: B008 - immutable
+    out: str | Path = "OUT.safetensors",
 ) -> tuple[Module, ModuleMetadata]:
     """Read a module's file, or a vector file of another tool as a module.
 
     Args:
         source: A path, or the file's bytes.
         choice: What a file of another tool does not tell, or the layers to take.
+        out: The file to convert it to, for errors.
 
     Raises:
         SteeringError: The file cannot be read, is invalid, or does not tell where its vectors belong.
     """
     if isinstance(source, bytes):
-        return _read(source, choice)
+        return _read(source, choice, CONVERT)
     try:
         if (size := Path(source).stat().st_size) > MAX_FILE_BYTES:
             raise SteeringError("file", f"has {size} bytes; at most {MAX_FILE_BYTES} are read")
-        return _read(Path(source).read_bytes(), choice)
+        command = f"vllm-steer convert {shlex.quote(str(source))} {shlex.quote(str(out))}"
+        return _read(Path(source).read_bytes(), choice, command)
     except OSError as error:
         raise SteeringError("file", f"{source} cannot be read: {error.strerror or error}") from None
     except SteeringError as error:
         raise SteeringError(f"{source}: {error.field}", error.problem) from None
 
 
-def module_body(data: bytes) -> dict[str, Any] | None:
+def module_body(file: Container) -> dict[str, Any] | None:
     """Return the request body in a JSON file, as `SteeringRegistry.register` takes it; None for all other files."""
-    body = parse_json(data, "file") if kind_of(data) == "json" else {}
-    return body if body.keys() & {*CONTENT_KEYS, "name"} else None
+    is_body = file.kind == "json" and file.content.keys() & {*CONTENT_KEYS, "name"}
+    return file.content if is_body else None
 
 
-def _read(data: bytes, choice: Choice) -> tuple[Module, ModuleMetadata]:
-    if (body := module_body(data)) is not None:
+def _read(data: bytes, choice: Choice, command: str) -> tuple[Module, ModuleMetadata]:
+    file = open_container(data)
+    if (body := module_body(file)) is not None:
         content = {key: value for key, value in body.items() if key not in (*METADATA_KEYS, "name")}
         module, metadata = parse_module(content), parse_metadata(body)
-    elif kind_of(data) == "safetensors" and _is_module(data):
-        module, metadata = read_module(data)
+    elif file.kind == "safetensors" and _is_module(file.content):
+        module, metadata = module_of(file)
     else:
-        found = read_vectors(data, choice)
+        found = read_vectors(file, choice, command)
         base: dict[str, dict[str, Any]] = {}
         for (point, layer), vector in found.vectors.items():
             base.setdefault(point, {})[str(layer)] = vector
@@ -68,9 +74,8 @@ def _read(data: bytes, choice: Choice) -> tuple[Module, ModuleMetadata]:
     return module, metadata
 
 
-def _is_module(data: bytes) -> bool:
-    names = read_header(data).keys() - {"__metadata__"}
-    return not names or any(name.partition(".")[0] in _TENSOR_PREFIXES for name in names)
+def _is_module(tensors: Collection[str]) -> bool:
+    return not tensors or any(name.partition(".")[0] in _TENSOR_PREFIXES for name in tensors)
 
 
 def write_vector_file(path: Path, module: Module, metadata: ModuleMetadata) -> None:
@@ -88,7 +93,7 @@ def write_vector_file(path: Path, module: Module, metadata: ModuleMetadata) -> N
         raise SteeringError("out", f"a control vector has no place for {', '.join(beyond)}; write .safetensors")
     for edit in module.base:
         if edit.point != "post_block" or edit.layers[0] == 0:
-            problem = "a control vector has post_block from layer 1 on; write .safetensors"
+            problem = "a control vector has post_block from layer 1 on; take those with --layer, or write .safetensors"
             raise SteeringError("out", f"{edit.point} of layer {edit.layers[0]} has no place: {problem}")
     try:
         import gguf

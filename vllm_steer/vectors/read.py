@@ -12,19 +12,24 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.request.scalars import read_choice, shown
+from vllm_steer.request.scalars import read_choice, read_integer, shown
+from vllm_steer.request.vector import Vector, parse_vector
 from vllm_steer.site_names import find_foreign_site, site
 from vllm_steer.vectors.containers import Container, open_container
-from vllm_steer.vectors.formats import FORMATS, VectorFormat
+from vllm_steer.vectors.formats import FORMATS
 
-_CONVERT = "vllm-steer convert FILE OUT.safetensors"
+CONVERT = "vllm-steer convert FILE OUT.safetensors"
+"""Command that error messages advise."""
 _SAE_TENSORS = frozenset(("W_enc", "W_dec", "w_enc", "w_dec", "encoder.weight", "decoder.weight"))
 _DIRECTION = re.compile(r"direction\.([0-9]{1,9})")
 _NUMBER = re.compile(r"[0-9]{1,9}")
+_LAYER_COUNT = "controlvector.layer_count"
+_UNSIGNED, _SIGNED = ({f"{sign}INT{bits}" for bits in (8, 16, 32, 64)} for sign in ("U", ""))
+"""Types of this field. llama-cvector-generator writes a signed integer, other tools an unsigned one or none."""
 
 
 class Choice(NamedTuple):
-    """Facts about a file that its user gives."""
+    """Facts about a file that its user gives. ``str`` is the options of ``vllm-steer convert`` that give them."""
 
     format: str | None = None
     """A name in `FORMATS`."""
@@ -33,12 +38,16 @@ class Choice(NamedTuple):
     point: str | None = None
     """Hook point of vectors that have none in the file."""
 
+    def __str__(self) -> str:
+        options = {"--format": [self.format], "--layer": self.layers, "--point": [self.point]}
+        return "".join(f" {name} {value}" for name, values in options.items() for value in values if value is not None)
+
 
 class VectorFile(NamedTuple):
     """Vectors of a file at our hook points."""
 
-    vectors: dict[tuple[PointName, int], Any]
-    """Vectors by hook point and layer."""
+    vectors: dict[tuple[PointName, int], Vector]
+    """Float32 vectors by hook point and layer."""
     model: str | None
     provenance: dict[str, str]
 
@@ -60,45 +69,55 @@ class _Found(NamedTuple):
     about: Mapping[str, object] = {}
 
 
-def read_vectors(data: bytes, choice: Choice = Choice()) -> VectorFile:  # noqa: B008 - immutable
+def read_vectors(
+    data: bytes | Container,
+    choice: Choice = Choice(),  # noqa: B008 - immutable
+    command: str = CONVERT,
+) -> VectorFile:
     """Return the vectors of a file of another tool.
 
     Args:
-        data: Content of the file. Its kind is recognised by the first bytes, its format by keys and names.
+        data: Content of the file, or the opened file. Its kind is recognised by the first bytes, its format by keys and
+            names.
         choice: What the file does not tell, or which of its layers to take.
+        command: The command that converts the file, for errors.
 
     Raises:
         SteeringError: The file is damaged or not a vector file, or does not tell where its vectors belong.
     """
-    found = _find(open_container(data))
-    name = _choose(found.formats, choice.format)
-    vectors: dict[tuple[PointName, int], Any] = {}
-    for entry in _placed(found.entries, name, choice):
+    found = _find(open_container(data) if isinstance(data, bytes) else data)
+    name = _choose(found.formats, choice, command)
+    vectors: dict[tuple[PointName, int], Vector] = {}
+    for entry in _placed(found.entries, name, choice, command):
         if entry.site is None or not 0 <= entry.site[1] < MAX_LAYERS:
             raise SteeringError(f"file.{shown(entry.name)}", f"has no layer here: {FORMATS[name].numbering}")
         if entry.site in vectors:
             raise SteeringError(f"file.{shown(entry.name)}", f"is a second vector at {entry.site}; remove one of them")
-        vectors[entry.site] = _single_row(entry.vector)
+        vectors[entry.site] = parse_vector(_single_row(entry.vector), f"file.{shown(entry.name)}")
     about = {"format": name, "numbering": FORMATS[name].numbering, **found.about}
+    if given := str(choice).strip():
+        about["given"] = given
     texts = {key: value if isinstance(value, str) else shown(value) for key, value in about.items()}
     return VectorFile(vectors, found.model if isinstance(found.model, str) else None, texts)
 
 
-def _choose(formats: tuple[str, ...], given: str | None) -> str:
+def _choose(formats: tuple[str, ...], choice: Choice, command: str) -> str:
+    given = choice.format
     if given is not None and read_choice(given, FORMATS, "format", what="a format") not in formats:
         raise SteeringError("format", f"{given} does not fit the file, which has the content of {' or '.join(formats)}")
     if given is None and len(formats) > 1:
-        meanings = "; ".join(f"--format {name}: {FORMATS[name].numbering}" for name in formats)
-        raise SteeringError("file", f"can mean several things; choose with {_CONVERT} and {meanings}")
+        meanings = ", or ".join(f"{name}: {FORMATS[name].numbering}" for name in formats)
+        advice = f"choose with {command} --format {'|'.join(formats)}{choice}"
+        raise SteeringError("file", f"can mean several things ({meanings}); {advice}")
     return given or formats[0]
 
 
-def _placed(entries: list[_Entry], name: str, choice: Choice) -> list[_Entry]:
+def _placed(entries: list[_Entry], name: str, choice: Choice, command: str) -> list[_Entry]:
     """Return the entries with their sites; if layers are chosen, only the entries of these layers."""
     form, layers = FORMATS[name], choice.layers
     point = None if choice.point is None else read_choice(choice.point, POINT_NAMES, "point", what="a hook point")
     named = {form.point} if form.point else {entry.site[0] for entry in entries if entry.site}
-    _check_told(name, form, layers, point, named)
+    _check_told(name, choice, point, named, command)
     at = form.point or point
     if name == "vector":
         placed = [entry._replace(number=layers[0]) for entry in entries]
@@ -114,14 +133,16 @@ def _placed(entries: list[_Entry], name: str, choice: Choice) -> list[_Entry]:
     return [entry for entry in placed if not layers or (entry.site and entry.site[1] in layers)]
 
 
-def _check_told(
-    name: str, form: VectorFormat, layers: tuple[int, ...], point: PointName | None, named: set[PointName]
-) -> None:
+def _check_told(name: str, choice: Choice, point: PointName | None, named: set[PointName], command: str) -> None:
     """Raise SteeringError unless file and user together tell layers and hook point, and do not differ."""
+    form, layers = FORMATS[name], choice.layers
+    for layer in layers:
+        read_integer(layer, 0, MAX_LAYERS - 1, "layer")
     needed = " --layer N" * (form.needs_layer and not layers)
     needed += "" if named or point else f" --point {'|'.join(POINT_NAMES)}"
     if needed:
-        raise SteeringError("file", f"has the format {name}: {form.numbering}; tell it with {_CONVERT}{needed}")
+        advice = f"tell it with {command}{choice}{needed}"
+        raise SteeringError("file", f"has the format {name}: {form.numbering}; {advice}")
     if named and point and named != {point}:
         raise SteeringError("point", f"is {point}, but the file has {' and '.join(sorted(named))}; omit it")
     if name == "vector" and len(layers) > 1:
@@ -172,13 +193,17 @@ def _site(name: object, field: object) -> tuple[PointName, int]:
     try:
         return site(str(name))
     except SteeringError as error:
-        raise SteeringError(f"file.{shown(field)}", error.problem) from None
+        problem = error.problem
+    try:
+        site(str(name).partition(".")[2])
+        problem = f"{shown(name)} is a tensor of a module's file; register the file as it is, with register_file"
+    except SteeringError:
+        pass
+    raise SteeringError(f"file.{shown(field)}", problem)
 
 
 def _find_gguf(container: Container) -> _Found:
     values = {key: value for key, (_, value) in container.fields.items()}
-    if (kind := values.get("general.architecture")) != "controlvector":
-        raise SteeringError("file", f"is a GGUF file of {shown(kind)}; only controlvector is read")
     if extended := next((key for key in values if key.startswith("glp.")), None):
         raise SteeringError(f"file.{shown(extended)}", "is of an extension of control vectors that is not supported")
     entries = []
@@ -186,8 +211,10 @@ def _find_gguf(container: Container) -> _Found:
         if (match := _DIRECTION.fullmatch(name)) is None:
             raise SteeringError(f"file.{shown(name)}", "is not the direction of a layer; expected direction.N")
         entries.append(_Entry(name, vector, int(match[1])))
-    generated = container.fields.get("controlvector.layer_count", ("",))[0] == "INT32"
-    formats = ("control-vector", "cvector-generator") if generated else ("control-vector",)
+    kind = container.fields.get(_LAYER_COUNT, ("UINT32",))[0]
+    if kind not in _UNSIGNED | _SIGNED:
+        raise SteeringError(f"file.{_LAYER_COUNT}", f"is of the type {kind}; expected an integer")
+    formats = ("control-vector", "cvector-generator") if kind in _SIGNED else ("control-vector",)
     return _Found(formats, entries, values.get("controlvector.model_hint"))
 
 
@@ -201,16 +228,21 @@ def _find_json(content: Mapping[str, Any]) -> _Found:
                 raise SteeringError(f"file.directions.{name}", problem)
         entries = [_Entry(f"directions.{name}", value, int(name)) for name, value in directions.items()]
         return _Found(("svec",), entries, content.get("model_type"))
-    field, hook = "hookName", content.get("hookName")
-    if hook is None and "hookType" in content:
-        field, hook = "hookType", f"blocks.{shown(content.get('layerNumber'))}.{content['hookType']}"
-    vector = content.get("values", content.get("vector"))
-    if hook is None or vector is None:
+    hooks, layer = {"hookName": content.get("hookName")}, content.get("layerNumber")
+    if "hookType" in content:
+        hooks["hookType"] = f"blocks.{shown(layer)}.{content['hookType']}"
+    sites = [_site(hook, field) for field, hook in hooks.items() if hook is not None]
+    vectors = [content[key] for key in ("values", "vector") if content.get(key)]
+    if not sites or not vectors:
         keys = ", ".join(map(shown, list(content)[:5]))
         raise SteeringError("file", f"is JSON with the keys {keys}, by which no format of vectors is recognised")
+    if len(vectors) > 1:
+        raise SteeringError("file", "has values and vector; remove one of them")
+    if sites[0] != sites[-1] or layer not in (None, sites[0][1]):
+        raise SteeringError("file.hookName", f"{shown(hooks['hookName'])} is another site than hookType or layerNumber")
     named = {
         "label": content.get("label", content.get("vectorLabel")),
         "default_strength": content.get("defaultSteerStrength", content.get("vectorDefaultSteerStrength")),
     }
     about = {key: value for key, value in named.items() if value is not None}
-    return _Found(("neuronpedia",), [_Entry("vector", vector, site=_site(hook, field))], content.get("modelId"), about)
+    return _Found(("neuronpedia",), [_Entry("vector", vectors[0], site=sites[0])], content.get("modelId"), about)
