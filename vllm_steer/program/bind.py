@@ -86,7 +86,7 @@ def bind_names(program: Program, names: Names) -> Program:
 def _bind_feature(edit: CompiledEdit, names: Names, vectors: VectorTable, source: str) -> CompiledEdit:
     """Return an edit of a feature with its site and its vectors."""
     feature = edit.feature
-    if feature is None or edit.rows:
+    if feature is None or edit.vectors:
         return edit
     site = names.site(feature.sae, source)
     point, layers = site.place(
@@ -96,11 +96,11 @@ def _bind_feature(edit: CompiledEdit, names: Names, vectors: VectorTable, source
     if feature.sets and found.problem:
         raise SteeringError(f"{source}.set", found.problem)
     used = (found.encoder, found.decoder) if feature.sets else (found.decoder,)
-    rows = tuple(vectors.add(bytes_of(vector), f"{source}.sae") for vector in used)
+    indices = tuple(vectors.add(bytes_of(vector), f"{source}.sae") for vector in used)
     feature = msgspec.structs.replace(feature, omitted=())
     if feature.sets:
         feature = msgspec.structs.replace(feature, bias=found.bias, threshold=found.threshold)
-    bound = msgspec.structs.replace(edit, point=point, layers=layers, vector=rows[-1], rows=rows, feature=feature)
+    bound = msgspec.structs.replace(edit, point=point, layers=layers, vectors=indices, feature=feature)
     return bound.with_strength(edit.strength, vectors.digests)
 
 

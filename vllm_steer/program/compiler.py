@@ -43,7 +43,6 @@ from vllm_steer.request import (
     bytes_of,
 )
 from vllm_steer.request.condition import condition_source
-from vllm_steer.request.feature import FeatureEdit
 from vllm_steer.request.hidden_layer import TOO_LATE, HiddenLayer
 from vllm_steer.request.matrix import orthonormal_basis
 from vllm_steer.request.part import PROMPT_PARTS
@@ -146,69 +145,48 @@ def check_order(program: Program) -> None:
 
 
 def _compile_edit(edit: Edit, vectors: VectorTable, when: tuple[CompiledCondition, ...], path: str) -> CompiledEdit:
-    vector = edit.vector
+    vector, coordinates = edit.vector, b""
+    indices: tuple[int, ...] = ()
+    feature: CompiledFeature | None = None
+    low, high = -UNBOUNDED if edit.low is None else edit.low, UNBOUNDED if edit.high is None else edit.high
     if KINDS[edit.kind].needs_direction:
         wide = vector.astype(np.float64)
         vector = np.ascontiguousarray(wide / np.linalg.norm(wide), dtype="<f4")
-    rows: tuple[int, ...] = ()
-    basis: tuple[int, ...] = ()
-    coordinates = b""
     if edit.subspace is not None:
         orthonormal = orthonormal_basis(edit.subspace)
-        basis = vectors.add_rows(orthonormal.astype(np.float32), path)
+        indices = vectors.add_rows(orthonormal.astype(np.float32), path)
         coordinates = _coordinates(vector.astype(np.float64) @ orthonormal.T, f"{path}.vector")
-    elif edit.feature is not None:
-        return _compile_feature(edit, edit.feature, when).with_strength(strength_of(edit), ())
+    elif edit.sae is not None:  # bind_names adds the vectors
+        omitted = (*(("point",) if edit.point is None else ()), *(() if edit.layers else ("layer",)))
+        feature = CompiledFeature(edit.sae, edit.feature or 0, edit.set is not None, omitted=omitted)
+        low = high = edit.set or 0.0
     elif edit.num_rows is not None:
-        rows = vectors.add_rows(vector, path)
+        indices = vectors.add_rows(vector, path)
     else:
-        rows = (vectors.add(bytes_of(vector), path),)
+        indices = (vectors.add(bytes_of(vector), path),)
     compiled = CompiledEdit(
         code=CODES[edit.kind],
         point=_number_of(edit.point),
-        layers=_compile_layers(edit.layers),
-        vector=(basis or rows)[0],
-        strength=float(edit.strength),
-        low=-UNBOUNDED if edit.low is None else float(edit.low),
-        high=UNBOUNDED if edit.high is None else float(edit.high),
+        layers=_compile_layers(edit.layers or (0,)),
+        vectors=indices,
+        strength=strength_of(edit),
+        low=low,
+        high=high,
         tokens=_tokens_of(edit.tokens),
         digest=b"",
         when=when,
         parts=compile_parts(edit.tokens),
         live=edit.live or "",
         num_rows=edit.num_rows or 0,
-        rows=() if edit.num_rows is None else rows,
-        basis=basis,
         coordinates=coordinates,
+        feature=feature,
     )
     return compiled.with_strength(compiled.strength, vectors.digests)
 
 
 def strength_of(edit: Edit) -> float:
     """Return the strength of an edit, multiplied by what an edit of a feature adds; 0 means that it changes nothing."""
-    added = None if edit.feature is None else edit.feature.add
-    return float(edit.strength) * (1.0 if added is None else added)
-
-
-def _compile_feature(edit: Edit, feature: FeatureEdit, when: tuple[CompiledCondition, ...]) -> CompiledEdit:
-    """Return an edit of a feature without its vectors, which :func:`~vllm_steer.program.bind.bind_names` adds."""
-    new = 0.0 if feature.set is None else feature.set
-    omitted = (*(("point",) if edit.point is None else ()), *(() if edit.layers else ("layer",)))
-    return CompiledEdit(
-        code=CODES[edit.kind],
-        point=_number_of(edit.point),
-        layers=_compile_layers(edit.layers) if edit.layers else (0,),
-        vector=0,
-        strength=0.0,
-        low=new,
-        high=new,
-        tokens=_tokens_of(edit.tokens),
-        digest=b"",
-        when=when,
-        parts=compile_parts(edit.tokens),
-        live=edit.live or "",
-        feature=CompiledFeature(feature.sae, feature.feature, feature.set is not None, omitted=omitted),
-    )
+    return edit.strength * (1.0 if edit.add is None else edit.add)
 
 
 def _coordinates(values: npt.NDArray[np.float64], field: str) -> bytes:

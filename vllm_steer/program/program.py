@@ -17,7 +17,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_TOP_K
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, edit_digest
-from vllm_steer.program.instructions import CODES, KIND_OF
+from vllm_steer.program.instructions import KIND_OF, REPLACE
 from vllm_steer.program.part import CompiledPart
 from vllm_steer.program.program_cache import CachedProgram, ProgramCache
 from vllm_steer.program.readouts import CompiledReadout
@@ -182,7 +182,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             dict.fromkeys(
                 self.edit_source(i)
                 for i, edit in enumerate(self.edits)
-                if edit.strength and edit.vector in zero and edit.code != CODES["replace"]
+                if edit.strength and edit.code != REPLACE and zero.issuperset(edit.vectors[-1:] or (-1,))
             )
         )
 
@@ -334,9 +334,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
                 for part in parts
             )
             and all(
-                edit.code in KIND_OF
-                and edit.is_sound
-                and (edit.is_pending or all(0 <= index < num_vectors for index in (edit.vector, *edit.vectors)))
+                edit.code in KIND_OF and edit.is_sound and all(0 <= index < num_vectors for index in edit.vectors)
                 for edit in self.edits
             )
             and all(NO_PROJECTION <= capture.projection < len(self.projections) for capture in self.captures)

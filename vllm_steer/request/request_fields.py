@@ -43,7 +43,8 @@ VectorsForm = Annotated[
 ]
 """Vectors to add, by hook point and layer."""
 EditsForm = Annotated[
-    list[EditForm], msgspec.Meta(min_length=1, description="Edits of any kind, in the order in which they apply.")
+    list[Annotated[Any, any_of(EditForm)]],
+    msgspec.Meta(min_length=1, description="Edits of any kind, in the order in which they apply."),
 ]
 
 
