@@ -159,8 +159,7 @@ def start_servers(stack: ExitStack, folder: Path, options: Sequence[str]) -> dic
             DEMO, [*common, *flags], folder / f"{name}.log", folder / "caches", plugin=name != "stock", env=env
         )
         servers[name] = stack.enter_context(process)
-    for server in servers.values():
-        server.wait_until_ready()
+        process.wait_until_ready()  # before the next: on a GPU, servers that start together mistake each other's memory
     rows = np.random.default_rng(2).standard_normal((PROBES, HIDDEN), dtype="f4").tolist()
     probes = {f"p{i}": row for i, row in enumerate(rows)}
     servers["steering"].post("/v1/steering/modules", {"name": MODULE, "probes": probes})

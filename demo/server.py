@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same edit over HTTP: a server process and the ``openai`` client."""
+"""The same over HTTP: ``vllm serve --enable-steering`` and the ``openai`` client."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 from openai import OpenAI
 
+from demo.directions import Direction
+from demo.study import SHOWN_TOKENS, Values
+from demo.texts import SHOWN, STREAMED
 from vllm_steer.request import pack_vector
 
-START_SECONDS = 180
+START_SECONDS = 600
+STREAMED_TOKENS = 40
 
 
 @contextmanager
-def running_server(model_folder: Path, log: Path) -> Iterator[str]:
-    """Run ``vllm-steer serve`` on a free port of the loopback interface, and yield its base URL."""
+def running_server(model: Path, log: Path) -> Iterator[str]:
+    """Run ``vllm serve`` with steering on a free port of the loopback interface, and yield its base URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        sys.executable, "-m", "vllm_steer.cli.main", "serve", str(model_folder), "--served-model-name", "demo",
+        Path(sys.executable).with_name("vllm"), "serve", model, "--enable-steering", "--served-model-name", "demo",
         "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32", "--max-model-len", "512",
     ]  # fmt: skip
     # vLLM's CPU platform has set LD_PRELOAD in this process (platforms/cpu.py).
@@ -37,7 +40,7 @@ def running_server(model_folder: Path, log: Path) -> Iterator[str]:
     with log.open("w") as sink:
         server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
         try:
-            _wait_until_healthy(f"http://127.0.0.1:{port}/health", server, log)
+            wait_until_healthy(f"http://127.0.0.1:{port}/health", server, log)
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             server.terminate()
@@ -48,7 +51,12 @@ def running_server(model_folder: Path, log: Path) -> Iterator[str]:
                 server.wait()
 
 
-def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Return when the server answers.
+
+    Raises:
+        RuntimeError: The server exited, or did not answer in time.
+    """
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         if server.poll() is not None:
@@ -62,14 +70,47 @@ def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) ->
     raise RuntimeError(f"The server was not ready after {START_SECONDS} s; see {log}")
 
 
-def complete(base_url: str, prompt: str, vector: np.ndarray | None, layer: int, strength: float) -> str:
-    """Return one completion. The client's ``extra_body`` carries the steering fields."""
-    extra: dict[str, Any] = {}
-    if vector is not None:
-        site = {"vector": pack_vector(vector), "scale": strength}
-        extra["steering_vectors"] = {"post_block": {str(layer): site}}
-    client = OpenAI(base_url=base_url, api_key="none")
-    answer = client.completions.create(
-        model="demo", prompt=prompt, max_tokens=48, temperature=0.8, seed=1, extra_body=extra
+def ask(client: OpenAI, question: str, max_tokens: int, stream: bool = False, **fields: Any) -> Any:
+    """Send a chat request with fields of vllm-steer in the client's ``extra_body``."""
+    return client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": question}],
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=stream,
+        extra_body={"repetition_penalty": 1.15, **fields},
     )
-    return str(answer.choices[0].text)
+
+
+def three_answers(client: OpenAI, direction: Direction, doses: tuple[float, float]) -> Values:
+    """Return the answers to the first of :data:`SHOWN`, steered both ways and plain."""
+    vector = pack_vector(direction.unit * direction.length)
+    texts: Values = {"prompt": SHOWN[0]}
+    for name, dose in (("minus", doses[0]), ("plain", None), ("plus", doses[1])):
+        site = {"post_block": {str(direction.layer): {"vector": vector, "scale": dose}}}
+        fields = {} if dose is None else {"steering_vectors": site}
+        texts[name] = ask(client, SHOWN[0], SHOWN_TOKENS, **fields).choices[0].message.content
+    return texts
+
+
+def monitor(client: OpenAI, question: str, probe: Direction, show: Callable[[str, float], None]) -> Values:
+    """Stream an answer with the probe's score of each token, and call ``show`` with each piece and its score."""
+    packed = probe.probe()
+    readout = {**packed, "probe": pack_vector(packed["probe"])}
+    found: Values = {"prompt": question, "text": "", "scores": []}
+    for chunk in ask(client, question, STREAMED_TOKENS, stream=True, readouts={"mood": readout}):
+        for choice in chunk.choices:
+            piece, readouts = choice.delta.content or "", getattr(choice, "readouts", None) or {}
+            scores = readouts.get("mood", {}).get("values", [])
+            found["text"] += piece
+            found["scores"] += scores
+            if piece and scores:
+                show(piece, scores[-1])
+    return found
+
+
+def over_http(url: str, probe: Direction, direction: Direction, doses: tuple[float, float], show: Any) -> Values:
+    """Return steered answers, and streams that are scored while they are written."""
+    client = OpenAI(base_url=url, api_key="none")
+    texts = three_answers(client, direction, doses)
+    return {**texts, "streams": [monitor(client, question, probe, show) for question in STREAMED]}

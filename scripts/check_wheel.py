@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Install a wheel of vllm-steer into empty environments and run the README's quick start in each.
 
-The pins of vLLM's CPU build, the quick start and the demo model come from the checkout, the package from the wheel.
+The pins of vLLM's CPU build, the quick start and its model (`make model`) come from the checkout, the package from the
+wheel.
 A Python that is missing is skipped, unless it was named. Uses the standard library only.
 """
 
@@ -22,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build/wheel"
 PINS = ROOT / "requirements/cpu.txt"
+PUBLISHED, MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct", ROOT / ".models/SmolLM2-135M-Instruct"
+"""The model of the quick start, and its copy in the checkout."""
 PYTHONS = ("python3.11", "python3.12", "python3.13")
 START_TIMEOUT_S = 900
 PIP_TIMEOUT_S = 3600
@@ -43,7 +46,7 @@ class CheckError(Exception):
 
 
 def quick_start(readme: str) -> str:
-    """Return the first Python example of the README.
+    """Return the first Python example of the README, with the model in the checkout, for a CPU.
 
     Args:
         readme: The text of the README.
@@ -52,12 +55,15 @@ def quick_start(readme: str) -> str:
         The code of the example.
 
     Raises:
-        CheckError: The text has no Python example.
+        CheckError: The text has no Python example, or one with another model.
     """
     found = QUICK_START.search(readme)
     if found is None:
         raise CheckError("README.md has no Python example")
-    return found[1]
+    published = f'"{PUBLISHED}", '
+    if published not in found[1]:
+        raise CheckError(f"README.md's Python example does not use {PUBLISHED}")
+    return found[1].replace(published, f'"{MODEL}", enforce_eager=True, ')
 
 
 def script(code: str, prefix: Path) -> str:
@@ -72,20 +78,20 @@ def texts(stdout: str) -> list[str]:
         stdout: What the quick start printed.
 
     Returns:
-        The text without steering, and the steered text.
+        The texts, which differ in their steering.
 
     Raises:
-        CheckError: The last line is not a list of two different texts.
+        CheckError: The last line is not a list of different texts.
     """
     line = (stdout.strip().splitlines() or [""])[-1]
     try:
         found = ast.literal_eval(line)
     except (SyntaxError, ValueError):
         found = None
-    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(text, str) for text in found):
-        raise CheckError(f"the quick start printed {line!r} instead of two texts")
-    if found[0] == found[1]:
-        raise CheckError(f"steering did not change the text {found[0]!r}")
+    if not isinstance(found, list) or len(found) < 2 or not all(isinstance(text, str) for text in found):
+        raise CheckError(f"the quick start printed {line!r} instead of several texts")
+    if len(set(found)) < len(found):
+        raise CheckError(f"steering did not change a text of {found}")
     return found
 
 
@@ -162,13 +168,12 @@ def check(name: str, wheel: Path) -> str:
     python = prefix / "bin/python"
     torch = install(python, wheel)
     installed = time.monotonic()
-    shutil.copytree(ROOT / "demo/model", folder / "demo/model")
     (folder / "quick_start.py").write_text(script(quick_start((ROOT / "README.md").read_text()), prefix))
-    plain, steered = texts(run([python, "quick_start.py"], "the quick start", START_TIMEOUT_S, cwd=folder))
+    found = texts(run([python, "quick_start.py"], "the quick start", START_TIMEOUT_S, cwd=folder))
     run([prefix / "bin/vllm-steer", "--help"], "vllm-steer --help", 120, cwd=folder)
     version = run([python, "-c", "import platform; print(platform.python_version())"], "python", 60).strip()
     times = f"installed in {installed - started:.0f} s, run in {time.monotonic() - installed:.0f} s"
-    return f"Python {version}, torch {torch}: {times}\n  plain:   {plain[:60]!r}\n  steered: {steered[:60]!r}"
+    return "\n  ".join([f"Python {version}, torch {torch}: {times}", *(repr(text[:60]) for text in found)])
 
 
 def exists(name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pages import load_result, table
 
-from benchmarks.gpu_tests import summarize
+from benchmarks.gpu_tests import RUNS, summarize
 
 TEXT = """
 ## On a GPU
@@ -66,19 +66,23 @@ def gpu_tests() -> str:
     return TEXT.format(**environment) + table(("tested", "command", "outcome", "note"), rows)
 
 
-def next_version() -> str:
-    """Return the sentences about GPU tests with a version of vLLM that is not supported yet."""
+def newest_version() -> str:
+    """Return the sentences about GPU tests with the newest version of vLLM, of which no CPU build exists."""
     result = load_result("gpu-tests-vllm-0.33.json")
     runs: dict[str, dict[str, Any]] = result["runs"]
     about = next(iter(runs.values()))["environment"]
-    ended = {name: run for name, run in runs.items() if "passed" in run}
+    ended = {name: run for name, run in runs.items() if not any("no report" in each for each in run["failed"])}
     failed = sum(len(run["failed"]) for run in ended.values())
+    requests = sum(run["counts"]["requests"] for run in ended.values() if "counts" in run)
     text = (
-        f"On {about['date']}, {len(ended)} of {len(runs)} runs of GPU tests ended on one {about['gpu']} with vLLM "
-        f"{about['vllm']} and torch {about['torch'].partition('+')[0]}: "
-        f"{sum(run['passed'] for run in ended.values())} tests passed and {failed or 'none'} failed "
+        f"On {about['date']}, {len(ended)} of the {len(RUNS)} runs of `benchmarks/gpu_tests.py` ended on one "
+        f"{about['gpu']} with vLLM {about['vllm']} and torch {about['torch'].partition('+')[0]}: "
+        f"{sum(run.get('passed', 0) for run in ended.values())} tests passed and {failed or 'none'} failed"
+        f"{f', and the fuzzer compared {requests} requests' if requests else ''} "
         "(`benchmarks/results/gpu-tests-vllm-0.33.json`)."
     )
     if cut := [f"*{name}*" for name in runs if name not in ended]:
-        text += f" The time limit ended {len(cut)} runs without a report: {', '.join(cut)}."
-    return textwrap.fill(text, 120) + "\n"
+        text += f" A time limit ended {len(cut)} runs without a report: {', '.join(cut)}."
+    if missing := [f"*{name}*" for name in RUNS if name not in runs]:
+        text += f" Not run with it yet: {', '.join(missing)}."
+    return textwrap.fill(text, 120, break_long_words=False) + "\n"

@@ -32,6 +32,7 @@ ROOMS: Final = (
     _room("llm async_llm", "`LLM` and `AsyncLLM` with steering"),
     _room("frontend", "checks before the engine, captured rows on outputs"),
     _room("registry", "named modules and global steering"),
+    _room("vectors", "vector files of other tools"),
     _room("engine", "scheduler, worker, runners, cache keys, rows that leave the worker"),
     _room("audit", "log of who changed what"),
     _room("capture", "captured rows and readouts, consumers, capture files and their reader"),

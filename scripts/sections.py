@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import demo_section
 import frontier_page
 import patching_sections
 import peer_sections
-from gpu_page import gpu_failures, next_version
+from gpu_page import gpu_failures, newest_version
 from measured import current, machine_of, newest_costs, of_any_code, read
 from pages import ROOT, table
 from rooms import ROOMS
@@ -19,6 +20,7 @@ from rooms import ROOMS
 from vllm_steer.compat.stages import REQUEST_STAGES
 from vllm_steer.compat.version import CONFLICTS
 from vllm_steer.models.parallelism import PARALLELISM
+from vllm_steer.vectors.formats import FORMATS
 
 
 class Cost(NamedTuple):
@@ -147,16 +149,23 @@ def splits() -> str:
     )
 
 
+def vector_formats() -> str:
+    """Return the table of the formats of vector files."""
+    head = ("`--format`", "tools", "recognised by", "layer numbers", "traps")
+    return table(head, [(f"`{n}`", f.tools, f.content, f.numbering, f.traps) for n, f in FORMATS.items()])
+
+
 FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
 """Projects whose fields are refused by name without their interface, by page."""
 SECTIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "README.md": {"costs": costs},
+    "README.md": {"answers": demo_section.answers, "costs": costs},
     "docs/design/architecture.md": {"rooms": rooms, "stages": stages},
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed},
     "docs/explanation/limitations.md": {"conflicts": conflicts, "gpu-failures": gpu_failures},
     "docs/guides/operating.md": {"start": start},
-    "docs/guides/releases.md": {"next-version": next_version},
+    "docs/guides/releases.md": {"newest-version": newest_version},
+    "docs/guides/vector-files.md": {"formats": vector_formats},
     "docs/reference/streams.md": {"kernels": frontier_page.mixes, "splits": splits},
     **{
         f"docs/peers/{page}.md": {

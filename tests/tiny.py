@@ -104,6 +104,22 @@ def make_llm(folder: Path, **overrides: Any) -> Any:
     return LLM(model=str(folder), **{**settings, **overrides})
 
 
+def forget_engine(*, compiled: bool) -> None:
+    """Undo what an engine that has shut down leaves in this process: its groups of ranks, variables, compiled code.
+
+    Its code runs without guards, so another engine of the same class would run it. It is kept after an eager engine,
+    since it includes the functions of vLLM's sampler.
+    """
+    import torch
+    from vllm import envs
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+    envs.disable_envs_cache()
+    if compiled:
+        torch._dynamo.reset()
+
+
 def direction(seed: int, scale: float = 5.0, hidden: int = HIDDEN) -> np.ndarray:
     """Return a random vector about as long as the tiny model's stream."""
     return (np.random.default_rng(seed).standard_normal(hidden) * scale).astype("f4")

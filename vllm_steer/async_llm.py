@@ -62,7 +62,7 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
             capture_consumers: Options of capture consumers beside ``memory``, by name, as for ``LLM``.
             steering_registry: Folder or database URL that stores modules and global steering. By default they are
                 kept in memory.
-            steering_modules: Paths of safetensors files to register as modules, by name.
+            steering_modules: Paths of module or vector files to register as modules, by name.
             steering_controller: The controller of requests with readouts and live strengths, ``{name: options}``; see
                 `Controller`.
             **kwargs: Further arguments of vLLM's method.

@@ -147,9 +147,9 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 "edits and captures. 1: all taps; 2: also no taps; 3: also pre_attn and post_block; 4: also the other "
                 "points; above 4: also ranges of layers"),
             EngineLimit("record_columns", 32, 4, 1024,
-                "numbers that one token records: one per probe or direction of its readouts, 2 x `top_k` per layer of "
-                "`lens` and `sae`, one per distinct `when`, one per name in `live`, one "
-                "per distinct part of the output, and one for stops; each takes 4 bytes for each token of a step"),
+                "numbers that one token records: one per probe or direction of its readouts, 2 x `top_k` (or given "
+                "tokens) per layer of `lens` and `sae`, one per distinct `when`, one per name in `live`, and one "
+                "per distinct part of the output; each takes 4 bytes for each token of a step"),
             EngineLimit("max_conditions", 16, 1, MAX_TOTAL_CONDITIONS,
                 "conditions of one request, in `when` of its edits and in `stop_on`, and one for each part of the "
                 "output that it selects, two for `answer` if tool calls are known; equal ones count once"),
@@ -295,7 +295,7 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("stops", MAX_STOPS, "conditions in `stop_on`"),
     FormatLimit("stop tokens", MAX_STOP_TOKENS, "`tokens` of a condition in `stop_on`"),
     FormatLimit("hidden units", MAX_PROBE_WIDTH, "hidden units of a probe"),
-    FormatLimit("top k", MAX_TOP_K, "`top_k` of a readout `lens` or `sae`"),
+    FormatLimit("top k", MAX_TOP_K, "`top_k` of a readout `lens` or `sae`, and `tokens` of a `lens`"),
     FormatLimit("autoencoders", MAX_SAES, "sparse autoencoders of an engine"),
     FormatLimit("controlled samples", MAX_CONTROLLED, "samples that a controller steers at one time, in one process"),
     FormatLimit("features", MAX_SAE_FEATURES, "features of a sparse autoencoder"),

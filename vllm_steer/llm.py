@@ -73,7 +73,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
             ``{"filesystem": {"root": "acts"}}``.
         steering_registry: Folder or database URL that stores modules and global steering, and that several engines
                 can share. By default they are kept in memory.
-        steering_modules: Paths of safetensors files to register as modules, by name.
+        steering_modules: Paths of module or vector files to register as modules, by name.
         **kwargs: Further arguments of vLLM's ``LLM``.
 
     Raises:

@@ -234,7 +234,7 @@ TEXTS: tuple[Text, ...] = (
     Text(
         "modules",
         MODULES,
-        "modules to register at start, from safetensors files. Repeatable",
+        "modules to register at start, from their files or from vector files of other tools. Repeatable",
         "NAME=PATH",
         repeated=True,
         python="`steering_modules=`",

@@ -8,8 +8,7 @@ import torch
 
 from tests.tiny import HIDDEN, LAYERS, code_of
 from vllm_steer.capture.consumers import make_consumer
-from vllm_steer.capture.row_assembler import RowAssembler, RowChunk
-from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream, merge_deltas
+from vllm_steer.capture.row_assembler import RowAssembler, RowChunk, RowDelta, RowDeltaStream, merge_deltas
 from vllm_steer.errors import SteeringError
 from vllm_steer.request import CaptureSpec
 

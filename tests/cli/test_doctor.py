@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 from tests.engine.conftest import close
 from tests.models.test_sae import write as write_sae
 from tests.tiny import HIDDEN, LAYERS, make_llm, save_tiny_llama
+from tests.warm import RUN_MODULE, run_warm
 from vllm_steer import SteeringConfig
 from vllm_steer.cli import doctor as command
 from vllm_steer.cli.doctor_output import print_report
@@ -33,6 +36,22 @@ SMALL: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048,
 }  # fmt: skip
+start_module_cold = command._start_module
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_children() -> Iterator[None]:
+    """Let the command's children start with vLLM imported, except the reference, which must not import it."""
+
+    def start_module(module: str, *arguments: str, stdin: str = "") -> Any:
+        if not module.endswith((".outline", ".engine")):
+            return start_module_cold(module, *arguments, stdin=stdin)
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        return run_warm(RUN_MODULE, module, *arguments, environment=environment, folder=Path.cwd(), stdin=stdin)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_start_module", start_module)
+        yield
 
 
 def invoke(*words: str) -> Any:
@@ -152,7 +171,8 @@ def test_fails_for_a_conflicting_setting(report: CapabilityReport, monkeypatch: 
 
 def test_fails_for_an_unproven_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a model that doctor accepts and the engine refuses."""
-    # Doctor looks at the model in a process of its own.
+    # Doctor looks at the model in a process of its own, a new Python here.
+    monkeypatch.setattr(command, "_start_module", start_module_cold)
     nothing_proven = "from vllm_steer.models import digests\ndigests.proven_digests = dict\n"
     (tmp_path / "sitecustomize.py").write_text(nothing_proven)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")

@@ -94,7 +94,7 @@ def test_rejects_the_rust_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
         check_settings(config())
 
 
-@pytest.mark.parametrize("version", ["0.30.9", "0.33.0", "1.32.0", "dev", ""])
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "1.32.0", "dev", ""])
 def test_rejects_an_untested_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a run on a vLLM that changed what we use, and a message without the place or the override."""
     changed = VersionCheck(version, "0.32.0", 9, ("Scheduler.schedule in vllm/v1/core/sched/scheduler.py",))
@@ -135,7 +135,7 @@ def test_names_the_changed_function_and_file() -> None:
     assert compare_with_tested(source, "0.99.0").changed == ()
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1.dev3"])
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.1", "0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1.dev3"])
 def test_accepts_the_tested_range(version: str) -> None:
     """Catches a guard that rejects patch releases or local version labels."""
     assert check_version(version) is None

@@ -20,7 +20,7 @@ from tests.conformance.hf_reference import Array
 from tests.conformance.kernels import cpu_kernels, media_stubs
 from tests.conformance.model import MAX_POSITIONS, VOCAB, TinyModel
 from tests.conformance.processors import PROCESSORS
-from tests.tiny import register_class
+from tests.tiny import forget_engine, register_class
 from vllm_steer.testing.heap import cheap_collections
 
 MODES: Mapping[str, Mapping[str, Any]] = {
@@ -83,7 +83,6 @@ def steered_engine(
         self_check: Whether the engine checks its taps at start.
     """
     import torch
-    from vllm.distributed import cleanup_dist_env_and_memory
 
     from vllm_steer import LLM
 
@@ -123,10 +122,7 @@ def steered_engine(
         if llm is not None:
             # Here and not when the caller drops its reference, after the collections have become expensive again.
             llm.llm_engine.engine_core.shutdown()
-        if mode != "eager":
-            # Not after eager engines: it would discard the compiled functions of vLLM's sampler.
-            torch._dynamo.reset()
-        cleanup_dist_env_and_memory()
+        forget_engine(compiled=mode != "eager")
         resources.close()
 
 

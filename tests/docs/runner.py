@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.docs.markdown import Block, blocks
-from tests.docs.warm_process import run_warm
 from tests.repo.tree import ROOT, read
+from tests.warm import run_warm
 
 # One process, so that an error in a block is the error that the test shows; small enough for any machine.
 ENGINE_ENVIRONMENT = {
@@ -58,7 +58,7 @@ def run_python(python_blocks: list[Block], expression: str, *, warm: bool = True
     Args:
         python_blocks: The blocks.
         expression: What to return.
-        warm: Start with vLLM imported, as :mod:`tests.docs.warm_process` does; otherwise start a Python.
+        warm: Start with vLLM imported, as :mod:`tests.warm` does; otherwise start a Python.
     """
     job = {
         "blocks": [(block.file, block.line, block.code) for block in python_blocks],
@@ -67,11 +67,11 @@ def run_python(python_blocks: list[Block], expression: str, *, warm: bool = True
     }
     program = _PROGRAM.format(job=json.dumps(job))
     environment = os.environ | ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as outputs:
+    with tempfile.TemporaryDirectory() as folder:
         Path(folder, "demo").symlink_to(ROOT / "demo")
         done: Any
         if warm:
-            done = run_warm(program, environment=environment, folder=folder, outputs=Path(outputs))
+            done = run_warm(program, environment=environment, folder=Path(folder))
         else:
             done = subprocess.run(
                 [sys.executable, "-c", program],

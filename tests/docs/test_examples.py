@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from demo import style
+from tests.docs import style
 from tests.docs.markdown import links
 from tests.docs.runner import ENGINE_ENVIRONMENT
 from tests.repo.tree import ROOT, files, read
+from tests.warm import run_warm
 from vllm_steer.capture.results import CapturedRequest, SiteRows
 from vllm_steer.request import CaptureSpec
 
@@ -27,14 +26,9 @@ EXAMPLES = ROOT / "examples"
 
 def run_example(name: str, *arguments: str) -> dict[str, str]:
     """Run an example in a new process and return its output lines of the form ``label: value``."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *arguments],
-        env=os.environ | ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
+    environment = os.environ | ENGINE_ENVIRONMENT
+    done = run_warm(code, str(EXAMPLES / name), *arguments, environment=environment, folder=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(re.findall(r"^([^:\n]+): (.+)$", done.stdout, re.MULTILINE))
 

@@ -60,9 +60,9 @@ def test_hooks_guide_runs() -> None:
 
 
 @pytest.mark.slow
-def test_readouts_guide_runs() -> None:
+def test_readout_guides_run() -> None:
     """Catches an example that no longer runs, a gate that never opens, a stop or a live strength without effect."""
-    lens = "list(looked.readouts['lens'].token_ids.shape)"
+    lens = "list(looked.readouts['lens'].token_ids.shape), list(chosen.readouts['given'].logprobs.shape)"
     live = "live.live['calm'].tolist() == [float(p < position) for p in live.positions.tolist()] and position > 4"
     gates = "float(trace.gates.max())"
     factors = "inside.outputs[0].steering_trace.gates[:, 0]"
@@ -70,10 +70,10 @@ def test_readouts_guide_runs() -> None:
     part = f"[{part}]"
     values = "len(output.token_ids) - len(scores.values), output.readouts['topics'].values.shape[1]"
     shown = run_python(
-        offline_blocks("docs/guides/readouts.md"),
+        [block for name in ("readouts", "gates", "live") for block in offline_blocks(f"docs/guides/{name}.md")],
         f"[{gates}, {values}, stopped.finish_reason, stopped.stop_reason[:16], {live}, {lens}, {part}]",
     )
-    assert shown == [1.0, 1, 2, "stop", "readout refusal ", True, [3, 2, 3], [1.0, 0.0, 7]]
+    assert shown == [1.0, 1, 2, "stop", "readout refusal ", True, [3, 2, 3], [3, 6, 2], [1.0, 0.0, 7]]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from tests.docs.markdown import blocks, tables
 from tests.docs.runner import offline_blocks, run_python
 from tests.repo.tree import ROOT, python_files, read
+from tests.server_parser import server_parser
 from vllm_steer import audit
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
@@ -58,9 +59,6 @@ def test_the_python_blocks_run() -> None:
 
 def test_servers_flags_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a flag that neither vLLM nor this package has, and values that are refused."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     from vllm_steer.plugin.entry_point import register
 
     register()
@@ -70,7 +68,7 @@ def test_servers_flags_are_understood(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("calm.safetensors").touch()
     with edit_keys(Path("keys.json"), create=True) as write:
         write(())
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    parser = server_parser()
     servers = [words[2:] for words in commands() if words[:2] == ["vllm", "serve"]]
     for words in servers:
         assert parser.parse_args(words).enable_steering
@@ -81,13 +79,10 @@ def test_servers_flags_are_understood(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_every_flag_that_is_named_is_one() -> None:
     """Catches a flag in the text that is not in the parser's help."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     from vllm_steer.plugin.entry_point import register
 
     register()
-    known = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
+    known = set(server_parser()._option_string_actions)
     named = set(re.findall(r"`(--[\w-]+)", read(GUIDE)))
     named -= {"--right", "--limit", "--json"}  # of the commands, which are run
     assert len(named) > 15

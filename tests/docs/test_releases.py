@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests.docs.runner import blocks_of
 from tests.repo.tree import ROOT, read
+from tests.server_parser import server_parser
 from vllm_steer.cli.main import app
 from vllm_steer.compat.internals import LIST_ALL
 from vllm_steer.compat.record import recorded
@@ -46,9 +47,6 @@ def test_commands_of_the_guide_are_understood() -> None:
 
 def test_helm_values_have_valid_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a renamed flag, a value that the server refuses, and a number that YAML does not pass as text."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     from vllm_steer.plugin.entry_point import register
 
     register()
@@ -57,7 +55,7 @@ def test_helm_values_have_valid_flags(tmp_path: Path, monkeypatch: pytest.Monkey
     (model,) = yaml.safe_load(read(VALUES))["servingEngineSpec"]["modelSpec"]
     words = model["vllmConfig"]["extraArgs"]
     assert all(isinstance(word, str) for word in words)
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    parser = server_parser()
 
     def parse(words: list[str]) -> Any:
         return parser.parse_args([model["modelURL"], *(word.replace("/data", str(tmp_path)) for word in words)])

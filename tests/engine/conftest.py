@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import make_llm, save_tiny_llama
+from tests.tiny import forget_engine, make_llm, save_tiny_llama
+from tests.warm import warm_workers
 from vllm_steer.testing.heap import exclude_existing_objects
 
 
@@ -19,14 +20,21 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warm_processes() -> Iterator[None]:
+    """Start the processes of engines with vLLM imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        warm_workers(patch)
+        yield
+
+
 def close(llm: Any) -> None:
     """Shut down an in-process engine, so that the next one can start in the same process."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
+    compiled = not llm.llm_engine.vllm_config.model_config.enforce_eager
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
-    cleanup_dist_env_and_memory()
+    forget_engine(compiled=compiled)
     exclude_existing_objects()  # among them the modules that the engine has loaded
 
 

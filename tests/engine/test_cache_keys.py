@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tokens, init_none_hash
 from vllm.v1.request import Request
 
 from tests.engine import scheduler_harness
@@ -40,10 +41,11 @@ def keys(
     salt: str | None = None,
     items: list[Any] | None = None,
     bidirectional: bool = True,
+    ahead: int = 0,
 ) -> list[bytes]:
     request = Request(
         "r", list(prompt), VllmSamplingParams(max_tokens=50), None, cache_salt=salt,
-        block_hasher=get_request_block_hasher(BLOCK, HASH), mm_features=items,
+        block_hasher=block_hasher(ahead), mm_features=items,
     )  # fmt: skip
     if edits:
         resolved = resolve(compile_program(edits), len(prompt), LAYERS)
@@ -55,6 +57,23 @@ def keys(
     for token in output or []:
         request.append_output_token_ids(token)
     return list(request.block_hashes)
+
+
+def block_hasher(ahead: int) -> Any:
+    """Return vLLM's block hasher. With drafts, the keys of 0.33 also cover the ``ahead`` tokens after each block."""
+    if not ahead:
+        return get_request_block_hasher(BLOCK, HASH)
+    if "num_hash_lookahead_tokens" in inspect.signature(get_request_block_hasher).parameters:
+        return get_request_block_hasher(BLOCK, HASH, ahead)
+
+    def hasher(request: Any) -> list[Any]:
+        chain, tokens = list(request.block_hashes), request.all_token_ids
+        for end in range((len(chain) + 1) * BLOCK, request.num_tokens - ahead + 1, BLOCK):
+            extra = (None, *tokens[end : end + ahead])
+            chain.append(hash_block_tokens(HASH, chain[-1] if chain else None, tokens[end - BLOCK : end], extra))
+        return chain[len(request.block_hashes) :]
+
+    return hasher
 
 
 PROMPT, OUTPUT = list(range(10, 20)), list(range(30, 40))
@@ -191,6 +210,20 @@ def test_appended_blocks_have_the_keys_of_a_prompt() -> None:
     """Catches a chain that continues from re-keyed hashes, after which a follow-up prompt never hits."""
     everywhere = edit(1)
     assert keys([everywhere], PROMPT, OUTPUT) == keys([everywhere], PROMPT + OUTPUT)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_keys_that_look_ahead_over_drafts_include_edits(ahead: int) -> None:
+    """Catches blocks that are keyed late and miss their edits, or that change with edits after their end."""
+    plain, whole = keys([], PROMPT, OUTPUT, ahead=ahead), keys([], PROMPT + OUTPUT, ahead=ahead)
+    assert plain == whole
+    assert len(plain) == (len(PROMPT + OUTPUT) - ahead) // BLOCK
+    for first in (0, BLOCK, BLOCK + 1, 2 * BLOCK):
+        edited = keys([edit(1, tokens=[[first, 20]])], PROMPT, OUTPUT, ahead=ahead)
+        assert edited == keys([edit(1, tokens=[[first, 20]])], PROMPT + OUTPUT, ahead=ahead)
+        assert len(edited) == len(plain)
+        assert shared(edited, plain) == first // BLOCK
+        assert not set(edited[first // BLOCK :]) & set(plain)
 
 
 def test_a_cleared_list_is_keyed_anew() -> None:

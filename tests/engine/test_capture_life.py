@@ -27,7 +27,7 @@ from vllm_steer import SteeringError
 from vllm_steer.capture import row_assembler
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.engine import device_to_host
-from vllm_steer.frontend.context import capture_manager_of
+from vllm_steer.frontend.context import context_of
 
 
 def workload(count: int, generated: int) -> tuple[list[Any], list[Any]]:
@@ -93,7 +93,9 @@ def test_comparison_detects_rows_of_a_neighbour(expected: list[Any], llm: Any, m
 
 def consumers_started_in_step(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return how many slow consumers start while the outputs of the final step are being processed."""
-    desk = capture_manager_of(llm.llm_engine.output_processor)
+    context = context_of(llm.llm_engine.output_processor)
+    assert context is not None
+    desk = context.capture_manager
     # Results that other tests did not wait for are not counted.
     desk._threads["memory"].submit(int).result()
     submit, deliver = desk.submit, desk._deliver

@@ -79,6 +79,34 @@ def test_last_layer_equals_the_sampler(llm: Any, tiny_llama: Path) -> None:
             np.testing.assert_allclose(found.logprobs[:, 0, 0], logprobs.amax(1).numpy(), atol=1e-3)
 
 
+def test_all_layers_and_given_tokens(llm: Any, tiny_llama: Path) -> None:
+    """Catches layers that are left out, values of other tokens, or in another order, and a limit that counts a stop.
+
+    The likeliest tokens of another request of the batch stay the likeliest.
+    """
+    wanted = [41, 7, 3, 90]
+    given = {"lens": {"tokens": wanted}, "point": "post_block", "layers": "all", "positions": "all"}
+    likeliest = {**given, "lens": {"top_k": K}}  # 2 x 4 numbers for each of 4 layers are the limit
+    capture = {"memory": {"hooks": {"post_block": "all"}, "positions": "all"}}
+    made = [
+        params(TOKENS, logprobs=None, capture=capture, readouts={"lens": given if i % 2 else likeliest})
+        for i in range(4)
+    ]
+    model = hf.load(tiny_llama)
+    for number, output in enumerate(run(llm, PROMPTS[:4], made)):
+        found = output.outputs[0].readouts["lens"]
+        for layer in range(LAST + 1):
+            rows = result(output).tensor("post_block", layer).float()
+            with torch.inference_mode():
+                logprobs = model.lm_head(model.model.norm(rows)).log_softmax(-1)
+            if number % 2:
+                assert (found.token_ids[:, layer] == wanted).all()
+                expected = logprobs[:, wanted]
+            else:
+                expected = logprobs.topk(K).values
+            np.testing.assert_allclose(found.logprobs[:, layer], expected.numpy(), atol=1e-3)
+
+
 def test_features_equal_the_encoder(llm: Any, sae: Path) -> None:
     """Catches features of another token, request or site, and values at another column of the record."""
     readouts = {
@@ -117,6 +145,7 @@ def test_lens_changes_no_token(llm: Any) -> None:
         ({**LENS, "layers": [1, 1]}, "readouts.lens.layers"),
         ({**LENS, "lens": {"top_k": 0}}, "readouts.lens.lens.top_k"),
         ({**LENS, "lens": {"top_k": 16}}, "readouts"),
+        ({**LENS, "lens": {"tokens": [1, 10**6]}}, "readouts.lens.lens.tokens"),
         ({**LENS, "top_k": 3}, "readouts.lens.top_k"),
         ({**LENS, "sigmoid": True}, "readouts.lens.sigmoid"),
         ({"sae": "tiny", "top_k": 51, "point": "post_block", "layer": 1}, "readouts.lens.top_k"),

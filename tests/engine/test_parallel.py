@@ -66,7 +66,6 @@ def two_ranks(folder: Path, **settings: Any) -> Iterator[Any]:
     """Return a small engine with two workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         engine = make_llm(folder, **SMALL, **settings)
         try:
             yield engine

@@ -85,8 +85,7 @@ def client(
         patch.setattr(server, "START_TIMEOUT", 600.0)
         with two_nodes():
             patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-            command = [*server.vllm_command(), "serve"]
-            for url in server.run_server(model, command, flags, folder / "log", worker_process=True):
+            for url in server.run_server(model, flags, folder / "log", worker_process=True):
                 with Client(url) as made:
                     yield made
 

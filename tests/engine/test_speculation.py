@@ -7,15 +7,14 @@ After an n-gram proposer, vLLM 0.32 cannot start another engine in the same proc
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pytest
 
 from tests.engine.mtp_models import PROVEN
+from tests.repo.tree import ROOT
+from tests.warm import RUN_MODULE, run_warm
 
-ROOT = Path(__file__).parents[2]
 _SECONDS = 900
 pytestmark = pytest.mark.timeout(_SECONDS + 60)
 
@@ -44,7 +43,7 @@ def test_mtp_layers() -> None:
 
 
 def _run(file: str, passed: int) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/engine/{file}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    words = ("pytest", "-q", "-p", "no:cacheprovider", f"tests/engine/{file}")
+    done = run_warm(RUN_MODULE, *words, environment=os.environ, folder=ROOT, timeout=_SECONDS)
     assert done.returncode == 0, done.stdout[-6000:]
     assert f"{passed} passed" in done.stdout

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.conftest import close
 from tests.peers.adapters import save_random_adapter
-from tests.server.server import run_server, save_model, vllm_command
+from tests.server.server import run_server, save_model
 from tests.tiny import make_llm
 
 
@@ -70,7 +70,7 @@ def url(
     # One slot more than there are adapters: see tests/engine/test_lora.py.
     flags += ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", "--lora-modules"]
     flags += [f"{name}={path}" for name, path in adapters.items()]
-    yield from run_server(model_path, [*vllm_command(), "serve"], flags, tmp_path_factory.mktemp("log") / "server.log")
+    yield from run_server(model_path, flags, tmp_path_factory.mktemp("log") / "server.log")
 
 
 def steered_states(

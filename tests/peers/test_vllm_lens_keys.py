@@ -18,13 +18,13 @@ from tests.server.application import Body
 from tests.server.auth.guarded import write_keys
 from tests.server.fakes import FakeEngine
 from tests.server.http.answers import captured
+from vllm_steer.capture.files.tensors import encode_request
 from vllm_steer.peers.vllm_lens import decode_activations
 from vllm_steer.peers.vllm_lens.http import VllmLensMiddleware
 from vllm_steer.server.auth.current_key import current_owner
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
-from vllm_steer.server.http.row_encoding import encode_file
 from vllm_steer.server.routes.captures import capture_store_of
 
 ROUTE = "/v1/completions"
@@ -41,7 +41,7 @@ async def test_stored_rows_of_a_key_at_its_limit(tmp_path: Path) -> None:
 
     async def answer(body: Body) -> StreamingResponse:
         apply_to_params(body, SamplingParams(max_tokens=1))
-        stored = capture_store_of(app).put(encode_file(captured()), "safetensors", current_owner())
+        stored = capture_store_of(app).put(b"".join(encode_request(captured())), "safetensors", current_owner())
         report = {"status": "ok", "error": None, "id": stored, "bytes": 1, "format": "safetensors", "expires_in": 9}
         choice = {"index": 0, "capture_results": {"memory": report}}
         event = json.dumps({"object": "capture_results", "choices": [choice]}, separators=(",", ":"))

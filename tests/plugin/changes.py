@@ -46,14 +46,14 @@ def names() -> dict[str, Any]:
 def main(model: str, mode: str, *flags: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.plugins import load_general_plugins
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from tests.server_parser import server_parser
 
     load_front_end()
     stock = names()
     load_general_plugins()
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = server_parser()
     args = parser.parse_args(["--model", model, "--enforce-eager", "--dtype", "float32", *flags])
     (AsyncEngineArgs if mode == "server" else EngineArgs).from_cli_args(args).create_engine_config()
     app = build_app(args, ("generate",))

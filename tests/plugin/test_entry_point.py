@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.repo.tree import ROOT
 from tests.tiny import save_tiny_llama
+from tests.warm import RUN_MODULE, run_warm
 from vllm_steer.compat.stages import REQUEST_STAGES, STARTUP, checks_without_steering, front_end_joins
 
 EXTENDED = {
@@ -30,9 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def changes(model: Path, *words: str, plugins: str = "steering") -> Any:
     """Return the output of ``changes.py``."""
-    command = [sys.executable, "-m", "tests.plugin.changes", str(model), *words]
-    environment = {**os.environ, "VLLM_PLUGINS": plugins}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    words = ("tests.plugin.changes", str(model), *words)
+    done = run_warm(RUN_MODULE, *words, environment={**os.environ, "VLLM_PLUGINS": plugins}, folder=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("changes ")]
     return json.loads(line.removeprefix("changes "))

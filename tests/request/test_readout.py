@@ -14,6 +14,8 @@ from vllm_steer.request import NamedProjection, Projection, parse_readouts
 
 PROBE = {"probe": [1.0, 2.0], "point": "post_block", "layer": 3}
 
+LENS: dict[str, Any] = {"lens": {"top_k": 2}, "point": "post_block", "layers": "all"}
+
 
 def test_defaults() -> None:
     """Catches other defaults than an affine probe of generated tokens."""
@@ -60,6 +62,16 @@ def test_names_of_probes() -> None:
         ({"a": {**PROBE, "probe": [float("inf")]}}, "readouts.a.probe[0]"),
         ({"a": {**PROBE, "probe": "refusal"}}, "readouts.a.probe"),
         ({"a": {"projections": [[1.0]], "bias": 1.0, "point": "post_block", "layer": 3}}, "readouts.a.bias"),
+        ({"a": {**PROBE, "layers": "all"}}, "readouts.a.layers"),
+        ({"a": {**LENS, "layers": "each"}}, "readouts.a.layers"),
+        ({"a": {**LENS, "layer": 1}}, "readouts.a.layer"),
+        ({"a": {**LENS, "lens": {"tokens": []}}}, "readouts.a.lens.tokens"),
+        ({"a": {**LENS, "lens": {"tokens": "he"}}}, "readouts.a.lens.tokens"),
+        ({"a": {**LENS, "lens": {"tokens": ["he"]}}}, "readouts.a.lens.tokens[0]"),
+        ({"a": {**LENS, "lens": {"tokens": [3, -1]}}}, "readouts.a.lens.tokens[1]"),
+        ({"a": {**LENS, "lens": {"tokens": [3, 3]}}}, "readouts.a.lens.tokens"),
+        ({"a": {**LENS, "lens": {"tokens": [3] * 65}}}, "readouts.a.lens.tokens"),
+        ({"a": {**LENS, "lens": {"tokens": [3], "top_k": 2}}}, "readouts.a.lens.top_k"),
     ],
 )
 def test_refused(value: Any, field: str) -> None:
@@ -67,6 +79,14 @@ def test_refused(value: Any, field: str) -> None:
     with pytest.raises(SteeringError) as refused:
         parse_readouts(value)
     assert refused.value.field == field
+
+
+def test_lens_of_all_layers_and_given_tokens() -> None:
+    """Catches a number of likeliest tokens beside given ones, and layers that are guessed before the model is known."""
+    readouts = parse_readouts({"a": {**LENS, "lens": {"tokens": [7, 2]}}, "b": {**LENS, "lens": {}, "layers": [3]}})
+    given, likeliest = compile_program([], readouts=readouts).readouts
+    assert (given.targets, given.top_k, given.omitted) == ((7, 2), 2, ("layers",))
+    assert (likeliest.targets, likeliest.top_k, likeliest.layers, likeliest.omitted) == ((), 5, (3,), ())
 
 
 def test_widths_of_one_request_agree() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.server import run_server, save_model, vllm_command
+from tests.server.server import run_server, save_model
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def url(model: Path, capture_root: Path, tmp_path_factory: pytest.TempPathFactor
     flags += ["--capture-consumers", f"filesystem:root={capture_root}"]
     flags += ["--capture-inline-kib", "16", "--capture-store-mib", "1", "--capture-expiry-s", "15"]
     log = tmp_path_factory.mktemp("log") / "server.log"
-    yield from run_server(model, [*vllm_command(), "serve"], flags, log, worker_process=True)
+    yield from run_server(model, flags, log, worker_process=True)
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,12 @@ import httpx
 import torch
 
 from benchmarks.server_process import free_port
+from tests.warm import WarmProcess, start_warm
 
 HIDDEN, LAYERS = 64, 4
 MODEL = "tiny"
 START_TIMEOUT = 180.0
+VLLM_COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 _CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
@@ -57,34 +59,51 @@ def save_model(folder: Path) -> Path:
 
 
 def run_server(
-    model: Path, command: Sequence[str], flags: Sequence[str], log: Path, *, worker_process: bool = False
+    model: Path, flags: Sequence[str], log: Path, *, worker_process: bool = False, warm: bool = False
 ) -> Iterator[str]:
-    """Start `command MODEL flags`, yield its base URL once it is healthy, and end its whole process group.
+    """Start ``vllm serve``, yield its base URL once it is healthy, and end its whole process group.
 
     Args:
         model: Folder of the model.
-        command: The command, without its arguments.
         flags: Arguments after the common ones.
         log: File for the output of all processes.
         worker_process: See :func:`environment`.
+        warm: Start all processes of the server with vLLM imported. They share the memory of what is imported, and read
+            no variables that only an import or the C library reads.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     settings = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--max-logprobs", "20"]
     where = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, str(model), *where, *settings, *flags],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment(worker_process=worker_process),
-            start_new_session=True,
-        )
+    arguments = ["serve", str(model), *where, *settings, *flags]
+    variables = environment(worker_process=worker_process)
+    process: subprocess.Popen[bytes] | WarmProcess
+    if warm:
+        process = start_warm(VLLM, ["vllm", *arguments], variables, Path.cwd(), [log, log, Path(os.devnull)])
+    else:
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [*VLLM_COMMAND, *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,
+            )
     try:
         _wait_until_healthy(process, url, log)
         yield url
     finally:
         _end(process)
+
+
+VLLM = """\
+import multiprocessing
+from multiprocessing import get_context
+multiprocessing.get_context = lambda method=None: get_context("fork")
+from vllm.entrypoints.cli.main import main
+main()
+"""
+"""The command ``vllm`` for a warm process, with forks of it as API servers and engine, where vLLM would spawn them."""
 
 
 def environment(*, worker_process: bool = False) -> dict[str, str]:
@@ -105,17 +124,12 @@ def environment(*, worker_process: bool = False) -> dict[str, str]:
     }
 
 
-def vllm_command() -> list[str]:
-    """The `vllm` command of this environment."""
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait_until_healthy(process: subprocess.Popen[bytes] | WarmProcess, url: str, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT
     with httpx.Client(timeout=5) as client:  # one for all attempts: a new one loads all certificates
         while time.monotonic() < deadline:
             if process.poll() is not None:
-                raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+                raise RuntimeError(f"the server ended with {process.poll()}:\n{log.read_text()[-4000:]}")
             with contextlib.suppress(httpx.TransportError):
                 if client.get(f"{url}/health").status_code == 200:
                     return
@@ -123,11 +137,11 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
     raise RuntimeError(f"no server after {START_TIMEOUT:.0f} s:\n{log.read_text()[-4000:]}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes] | WarmProcess) -> None:
     """SIGTERM to the server, then SIGKILL to what is left of its group: the engine is a child of its own."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(15)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
     process.wait(15)

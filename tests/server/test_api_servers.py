@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load
 
 from tests.server.hostile.disconnects import ROUND_BYTES, DisconnectingClients, resident_bytes
-from tests.server.server import HIDDEN, MODEL, run_server, vllm_command
+from tests.server.server import HIDDEN, MODEL, run_server
 from vllm_steer import audit
 from vllm_steer.fs.shared_tempdir import LOCK_FILES
 from vllm_steer.metrics.definitions import METRICS_BY_KEY, PREFIX
@@ -49,7 +49,7 @@ def server(model: Path, log: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         # Else each thread of a pool may keep a heap of its own, and what is resident says little of what is held.
         patch.setenv("MALLOC_ARENA_MAX", "2")
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-        running = run_server(model, [*vllm_command(), "serve"], flags, log)
+        running = run_server(model, flags, log)
         url = next(running)
     wait_for_both_servers(url)
     yield url, temporary

@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from tests.server.fakes import FakeEngine, engine_context, vector
 from tests.server.http.answers import SPEC, captured, done, finish_samples
 from tests.server.http.test_registry_queries import RemoteStore
-from tests.server.server import HIDDEN, MODEL, environment, vllm_command
+from tests.server.server import HIDDEN, MODEL, VLLM_COMMAND, environment
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.frontend import context as contexts
 from vllm_steer.frontend.reach import Unreached
@@ -203,7 +203,7 @@ def test_the_run_batch_command(model: Path, tmp_path: Path) -> None:
         {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"input": "hi", "capture": memory}}
     )
     (tmp_path / "in").write_text("\n".join(map(json.dumps, given)))
-    command = [*vllm_command(), "run-batch", "-i", tmp_path / "in", "-o", tmp_path / "out", "--model", model]
+    command = [*VLLM_COMMAND, "run-batch", "-i", tmp_path / "in", "-o", tmp_path / "out", "--model", model]
     command += ["--served-model-name", MODEL, "--enforce-eager", "--dtype", "float32", "--max-model-len", "256"]
     command += ["--enable-steering", "--capture-consumers", f"filesystem:root={tmp_path / 'acts'},layout=packed"]
     ran = subprocess.run(

@@ -17,7 +17,7 @@ import pytest
 
 from tests.server.application import client_of, make_app
 from tests.server.fakes import FakeEngine
-from tests.server.server import MODEL, run_server, vllm_command
+from tests.server.server import MODEL, run_server
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.server import drain
 
@@ -119,7 +119,7 @@ async def test_two_api_servers_finish_their_streams(model: Path, tmp_path: Path)
     """Catches streams and captures that are lost at SIGTERM although ``--shutdown-timeout`` gives them time."""
     flags = ["--enable-steering", "--api-server-count", "2", "--shutdown-timeout", "300"]
     flags += ["--capture-consumers", f"filesystem:root={tmp_path / 'acts'}"]
-    running = run_server(model, [*vllm_command(), "serve"], flags, tmp_path / "log")
+    running = run_server(model, flags, tmp_path / "log")
     url = next(running)
     port = httpx.URL(url).port
     (parent,) = (

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from tests.server.registrations import MODULES, register_during_a_kill
 from tests.server.requests import LIST, PACKED, V
-from tests.server.server import MODEL, run_server, vllm_command
+from tests.server.server import MODEL, run_server
 
 PROMPT = "Hello there"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 8}
@@ -39,7 +39,7 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
     def run(processes: int) -> Iterator[str]:
         count = ["--api-server-count", str(processes)]
-        return run_server(model, [*vllm_command(), "serve"], [*flags, *count], folder / "server.log")
+        return run_server(model, [*flags, *count], folder / "server.log")
 
     return run
 

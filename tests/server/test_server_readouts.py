@@ -164,7 +164,8 @@ def test_client_examples_of_the_guide(url: str) -> None:
             .replace("max_tokens=64", "max_tokens=230")
             .replace("[0.1] * 256", f"[0.1] * {len(W)}"),
         )
-        for block in client_blocks("docs/guides/readouts.md")
+        for name in ("readouts", "live")
+        for block in client_blocks(f"docs/guides/{name}.md")
     ]
     for attempt in range(5):
         try:

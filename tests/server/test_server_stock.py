@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.server import HIDDEN, MODEL, environment, run_server, vllm_command
+from tests.server.server import HIDDEN, MODEL, VLLM, environment, run_server
+from tests.warm import run_warm
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hello"},
@@ -27,14 +27,14 @@ FIELDS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield from run_server(model, [*vllm_command(), "serve"], [], tmp_path_factory.mktemp("log") / "server.log")
+    yield from run_server(model, [], tmp_path_factory.mktemp("log") / "server.log")
 
 
 @pytest.fixture(scope="module")
 def bare_url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Return the URL of a server that loads no plugin."""
     log = tmp_path_factory.mktemp("log") / "server.log"
-    server = run_server(model, [*vllm_command(), "serve"], [], log)
+    server = run_server(model, [], log, warm=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_PLUGINS", "none")
         started = next(server)
@@ -103,8 +103,8 @@ def test_a_stock_server_refuses_fields(route: str, stream: bool, url: str) -> No
 
 def test_a_stock_server_refuses_limits(tmp_path: Path) -> None:
     """Catches a server that ignores a steering limit on its command line, and flags unknown to `vllm`."""
-    command = [*vllm_command(), "serve", str(tmp_path), "--steering-max-rows", "8"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    command = ("vllm", "serve", str(tmp_path), "--steering-max-rows", "8")
+    result = run_warm(VLLM, *command, environment=environment(), folder=tmp_path)
     assert result.returncode == 2
     assert "--steering-max-rows: has no effect without --enable-steering" in result.stderr
     assert "Traceback" not in result.stderr

@@ -19,7 +19,7 @@ import pytest
 from tests.postgresql import PASSWORD, PostgresServer, postgres_server
 from tests.server.registrations import MODULES, register_during_a_kill
 from tests.server.requests import PACKED, V
-from tests.server.server import MODEL, run_server, vllm_command
+from tests.server.server import MODEL, run_server
 
 __all__ = ["postgres_server"]
 
@@ -60,7 +60,7 @@ def servers(
     def start(i: int) -> Server:
         stack, log = contextlib.ExitStack(), folder / f"{i}.log"
         run = contextlib.contextmanager(run_server)
-        return Server(stack.enter_context(run(model, [*vllm_command(), "serve"], flags, log)), log, stack)
+        return Server(stack.enter_context(run(model, flags, log)), log, stack)
 
     with ThreadPoolExecutor(2) as pool:  # both create the tables
         started = list(pool.map(start, range(2)))

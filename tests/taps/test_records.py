@@ -26,7 +26,7 @@ OPEN = 2**31 - 1
 
 
 def make_tables(device: str = "cpu") -> Tables:
-    config = SteeringConfig(max_conditions=CONDITIONS, record_columns=COLUMNS, capture_rows=8)
+    config = SteeringConfig(max_conditions=CONDITIONS, record_columns=COLUMNS - 1, capture_rows=8)
     return Tables(
         config, num_sites=3, hidden_size=HIDDEN, max_tokens=TOKENS, max_requests=REQUESTS, dtype=torch.float32,
         device=torch.device(device), drafts=DRAFTS,
@@ -303,7 +303,7 @@ def test_read_and_gate_kernels_equal_the_definition(hidden: int, fused: bool) ->
 
     rng = np.random.default_rng(hidden)
     results = []
-    config = SteeringConfig(record_columns=COLUMNS, capture_rows=8)
+    config = SteeringConfig(record_columns=COLUMNS - 1, capture_rows=8)
     x = torch.from_numpy(rng.normal(size=(TOKENS, hidden)).astype("f4"))
     vectors = torch.from_numpy((rng.normal(size=(4, hidden)) / hidden**0.5).astype("f4"))
     replayed = torch.from_numpy(rng.integers(0, 6, TOKENS) == 0).int()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,21 @@ class Readouts:
     indices: npt.NDArray[np.int32] | None = None
     """int32 in the shape of ``values``, largest value first: features of ``sae`` (-1 if fewer than k are active), or
     tokens of ``lens``; None for other readouts."""
+
+    def to_json(self, fields: tuple[str, ...]) -> dict[str, Any]:
+        """Return the values as JSON types; ``fields`` are the names of their arrays (`ReadoutKind.fields`)."""
+        arrays = [each.tolist() for each in (self.indices, self.values) if each is not None]
+        return {"positions": self.positions.tolist(), **dict(zip(fields, arrays, strict=True))}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Readouts:
+        """Return the values that `to_json` has written."""
+        indices = document.get("indices", document.get("token_ids"))
+        return cls(
+            np.array(document["positions"], np.int64),
+            np.array(document.get("values", document.get("logprobs")), np.float32),
+            None if indices is None else np.array(indices, np.int32),
+        )
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32] | None:
@@ -61,6 +77,27 @@ class SteeringTrace:
     """Error of the sample's controller, after which the live strengths have not changed, or None."""
     error: str | None = None
     """Reason for a missing trace of an HTTP response; the other attributes are then empty."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the factors as JSON types."""
+        if self.error is not None:
+            return {"error": self.error}
+        return {
+            "positions": self.positions.tolist(),
+            "gates": self.gates.tolist(),
+            "live": {name: strengths.tolist() for name, strengths in self.live.items()},
+            **({} if self.controller_error is None else {"controller_error": self.controller_error}),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> SteeringTrace:
+        """Return the factors that `to_json` has written."""
+        if "error" in document:
+            return cls(np.empty(0, np.int64), np.empty((0, 0), np.float32), {}, error=document["error"])
+        positions = np.array(document["positions"], np.int64)
+        gates = np.array(document["gates"], np.float32).reshape(len(positions), -1 if len(positions) else 0)
+        live = {name: np.array(strengths, np.float32) for name, strengths in document["live"].items()}
+        return cls(positions, gates, live, controller_error=document.get("controller_error"))
 
 
 def merge_readouts(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -33,6 +34,32 @@ class SiteRows:
     """``[n]``, ascending and unique: positions in the prompt and the generated tokens together, from 0."""
     rows: torch.Tensor
     """CPU tensor: ``[n, hidden]``, ``[n, k]`` if projected, ``[1, hidden]`` if reduced to the mean or the last row."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the rows as JSON types; ``data`` is base64 of the rows, little-endian and row-major."""
+        return {
+            "positions": self.positions.tolist(),
+            "dtype": str(self.rows.dtype).removeprefix("torch."),
+            "shape": list(self.rows.shape),
+            "data": base64.b64encode(row_bytes(self.rows)).decode("ascii"),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> SiteRows:
+        """Return the rows that `to_json` has written."""
+        import torch
+
+        data = bytearray(base64.b64decode(document["data"]))
+        dtype = getattr(torch, document["dtype"])
+        rows = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return cls(np.array(document["positions"], np.int64), rows.reshape(document["shape"]))
+
+
+def row_bytes(rows: torch.Tensor) -> memoryview:
+    """Return the bytes of CPU rows ``[n, width]`` in row-major order, without a copy if they are contiguous."""
+    import torch
+
+    return rows.contiguous().view(torch.uint8).numpy().reshape(-1).data
 
 
 class RowAccess:

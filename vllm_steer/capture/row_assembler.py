@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from vllm_steer.capture.step_rows import IntArray
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.request import CaptureSpec, Projection
 
+RowDelta: TypeAlias = Mapping[Site, SiteRows]
 _MAX_LISTED = 3  # sites named in an error text
 _JOINT_BYTES = 64 << 10
 """Size up to which the rows of several sites are converted at once, because the calls take longer than copies."""
@@ -90,19 +91,9 @@ class RowAssembler:
                 return part, number
         return part, len(self._chunks)
 
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks so far."""
-        return len(self._chunks)
-
-    def records_since(self, chunk: int) -> tuple[list[tuple[int, list[list[float]]]], int]:
-        """Return first position and records of each chunk from number ``chunk`` on, and the number of chunks so far."""
-        runs = [
-            (each.start, np.frombuffer(each.rows, np.float32).reshape(each.count, -1).tolist())
-            for each in self._chunks[chunk:]
-            if each.projection == RECORDS
-        ]
-        return runs, len(self._chunks)
+    def drop(self, num_chunks: int) -> None:
+        """Drop the first chunks, which nobody reads any more."""
+        del self._chunks[:num_chunks]
 
     def records(self, forwarded: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
         """Return positions ``[n]`` and records ``[n, width]`` of the tokens before position ``forwarded``."""
@@ -265,3 +256,45 @@ def _wanted_positions(spec: CaptureSpec, prompt_len: int, forwarded: int) -> Int
 
 def _concatenate(arrays: Sequence[npt.NDArray[np.int64]]) -> IntArray:
     return np.concatenate([np.empty(0, dtype=np.int64), *arrays])
+
+
+class RowDeltaStream:
+    """The rows of one running sample for one consumer, in deltas with the rows of the newly confirmed tokens.
+
+    A token is confirmed once the output that follows it is known, because drafts can no longer replace it then.
+    Positions that are recomputed after a preemption were already delivered and are skipped, so every position comes
+    once, in order.
+    """
+
+    def __init__(self, assembler: RowAssembler, spec: CaptureSpec) -> None:
+        self._assembler = assembler
+        self._spec = spec
+        self._next_chunk = 0
+        self._next_position = 0
+
+    def next_delta(self, prompt_len: int, num_tokens: int) -> RowDelta:
+        """Return the new rows of every site; the arguments are those of ``RowAssembler.assemble``."""
+        fresh, self._next_chunk = self._assembler.since(self._next_chunk, num_tokens - 1)
+        first, self._next_position = self._next_position, num_tokens - 1
+        sites, _ = fresh.assemble(self._spec, prompt_len, num_tokens)
+        return {site: _skip_before(first, rows) for site, rows in sites.items()}
+
+
+def merge_deltas(
+    first: Mapping[str, RowDelta] | None, second: Mapping[str, RowDelta] | None
+) -> Mapping[str, RowDelta] | None:
+    """Concatenate two consecutive deltas, each by consumer name; either may be missing."""
+    if not first or not second:
+        return first or second
+    return {
+        name: {site: _join(first[name][site], rows) for site, rows in delta.items()} for name, delta in second.items()
+    }
+
+
+def _skip_before(position: int, rows: SiteRows) -> SiteRows:
+    start = int(np.searchsorted(rows.positions, position))
+    return SiteRows(rows.positions[start:], rows.rows[start:])
+
+
+def _join(first: SiteRows, second: SiteRows) -> SiteRows:
+    return SiteRows(np.concatenate((first.positions, second.positions)), torch.cat((first.rows, second.rows)))

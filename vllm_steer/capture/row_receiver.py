@@ -80,33 +80,26 @@ class RowReceiver:
             num_rows_outputs += 1
         return outputs[num_rows_outputs:]
 
-    def take_records(self, request_id: str) -> list[tuple[int, list[list[float]]]]:
-        """Return first position and records of each buffered run of a request that captures no rows.
-
-        Records that this method returns are not passed to the request's assembler.
-        """
-        with self._lock:
-            if request_id not in self._assemblers:
-                return []
-            taken, self._num_taken[request_id] = self._num_taken.get(request_id, 0), len(self._steps)
-            steps = self._steps[taken:]
-        if len(steps) == 1:
-            return steps[0].records_of(request_id)
-        return [run for step in steps for run in step.records_of(request_id)]
-
-    def take_record_json(self, request_id: str, position: int) -> list[bytes] | None:
-        """Take the record at a position as JSON, if it is all that is buffered of a request; otherwise return None.
+    def record_json(self, request_id: str, position: int, *, take: bool) -> list[bytes] | None:
+        """Return each number of a request's newest record as JSON if it is that of a position; otherwise None.
 
         Hot path: without the lock, because steps are added in the caller's thread, and none is dropped by another
         thread while this request collects.
+
+        Args:
+            request_id: The request.
+            position: The position.
+            take: Whether the request's assembler does not get the records up to this one.
         """
-        taken = self._num_taken.get(request_id, 0)
-        if len(self._steps) - taken != 1 or request_id not in self._assemblers:
+        if request_id not in self._assemblers:
             return None
-        found = self._steps[taken].record_json(request_id, position)
-        if found is not None:
-            self._num_taken[request_id] = taken + 1
-        return found
+        for step in reversed(self._steps):
+            if step.index.projection == RECORDS and request_id in step.index.entries_by_request:
+                found = step.record_json(request_id, position)
+                if take and found is not None:
+                    self._num_taken[request_id] = len(self._steps)
+                return found
+        return None
 
     def flush(self, request_id: str) -> None:
         """Pass the buffered rows of a request to its assembler."""

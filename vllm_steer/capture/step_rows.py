@@ -19,8 +19,6 @@ import numpy.typing as npt
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 _encode = msgspec.json.Encoder().encode
-_MAX_LISTED_RECORDS = 512
-"""Records up to which a step is converted to lists as a whole, for all requests at once."""
 _MAX_NUMBERS = 1024
 """Numbers of records that are formatted as JSON at once, for several requests."""
 _MAX_MERGED_ENTRY_BYTES = 4096
@@ -104,26 +102,6 @@ class StepRows:
         """Return a view of one entry's rows."""
         _, _, offsets = self.extents
         return self.rows[offsets[entry] : offsets[entry + 1]]
-
-    def records_of(self, request_id: str) -> list[tuple[int, list[list[float]]]]:
-        """Return first position and records of each entry of a request, for rows that are records."""
-        if len(self.rows) <= _MAX_LISTED_RECORDS:
-            return self._records.get(request_id, [])
-        starts, _, offsets = self.extents
-        return [
-            (starts[entry], self.rows[offsets[entry] : offsets[entry + 1]].view(np.float32).tolist())
-            for entry in self.index.entries_by_request.get(request_id, ())
-        ]
-
-    @cached_property
-    def _records(self) -> dict[str, list[tuple[int, list[list[float]]]]]:
-        """The records of all requests: a stream is rarely alone in its batch."""
-        starts, _, offsets = self.extents
-        listed: list[list[float]] = self.rows.view(np.float32).tolist()
-        return {
-            request_id: [(starts[entry], listed[offsets[entry] : offsets[entry + 1]]) for entry in entries]
-            for request_id, entries in self.index.entries_by_request.items()
-        }
 
     def record_json(self, request_id: str, position: int) -> list[bytes] | None:
         """Return each number of a record as JSON, or None if this is not the only record of the request in the step.

@@ -61,7 +61,7 @@ def parse_modules(words: list[str] | None) -> list[tuple[str, float]]:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ``SteeringError`` for anything else, including duplicate keys."""
     from vllm_steer.errors import SteeringError
-    from vllm_steer.registry.strict_json import parse_json
+    from vllm_steer.request.strict_json import parse_json
 
     body = parse_json(path.read_bytes(), str(path))
     if not isinstance(body, dict):

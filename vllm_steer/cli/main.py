@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_steer.cli import captures, chat, keys, modules, steering
+from vllm_steer.cli.convert import convert
 from vllm_steer.cli.fuzz import fuzz
 from vllm_steer.cli.output import fail, group
 from vllm_steer.cli.patch import patch
@@ -17,6 +18,7 @@ from vllm_steer.limits import ENGINE_LIMITS
 
 app = group("Activation steering and capture for vLLM.")
 app.add_typer(captures.app, name="captures")
+app.command()(convert)
 app.command()(fuzz)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(patch)
 app.add_typer(modules.app, name="modules")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, Url, connect, read_json_object
+from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, Url, connect
 from vllm_steer.cli.output import check_output, group, print_table, printable
 
 if TYPE_CHECKING:
@@ -60,22 +60,23 @@ def show(name: Reference, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_jso
 def add(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name that requests use.")],
     path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A .safetensors file, or a request body in a .json file.")
+        Path, typer.Argument(metavar="FILE", help="A module's file, a vector file of another tool, or a request body.")
     ],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
     """Register a module, or a new version of it."""
     from vllm_steer.errors import SteeringError
+    from vllm_steer.registry.vector_files import module_body
 
     with connect(url, api_key) as client:
-        if path.suffix == ".json":
-            body = read_json_object(path)
+        data = path.read_bytes()
+        if (body := module_body(data)) is not None:
             if body.get("name") not in (None, name):
                 raise SteeringError("name", f"{name} on the command line differs from the name in {path}")
             module = client.register(**{**body, "name": name})
         else:
-            module = client.register_file(name, path)
+            module = client.register_file(name, data)
         typer.echo(f"{module.name}@{module.digest} (epoch {module.epoch})")
 
 

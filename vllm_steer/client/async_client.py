@@ -61,7 +61,7 @@ class AsyncClient:
         return await self._request(endpoints.register(name, content))
 
     async def register_file(self, name: str, source: str | Path | bytes) -> ModuleInfo:
-        """Register the module in a local safetensors file, given by its path or its bytes."""
+        """Register the module in a local file, also of another tool, given by its path or its bytes."""
         return await self._request(endpoints.register_file(name, source))
 
     async def list(self) -> ModuleList:

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import numpy as np
 
 from vllm_steer.capture.readouts import Readouts, SteeringTrace
 from vllm_steer.capture.results import RowAccess, SiteRows, Unreached, raise_unknown_site
@@ -236,7 +234,7 @@ def _parse_captures(choice: Mapping[str, Any]) -> dict[str, CaptureAnswer]:
 
 def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
     sites = {
-        (point, int(layer)): _parse_rows(site)
+        (point, int(layer)): Rows.from_json(site)
         for point, layers in report.get("sites", {}).items()
         for layer, site in layers.items()
     }
@@ -245,33 +243,9 @@ def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
 
 
 def _parse_readouts(choice: Mapping[str, Any]) -> dict[str, ReadoutValues]:
-    return {name: _parse_values(each) for name, each in (choice.get("readouts") or {}).items()}
-
-
-def _parse_values(readout: Mapping[str, Any]) -> ReadoutValues:
-    values = np.array(readout.get("values", readout.get("logprobs")), np.float32)
-    indices = readout.get("indices", readout.get("token_ids"))
-    return ReadoutValues(
-        np.array(readout["positions"], np.int64), values, None if indices is None else np.array(indices, np.int32)
-    )
+    return {name: ReadoutValues.from_json(each) for name, each in (choice.get("readouts") or {}).items()}
 
 
 def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:
     trace = choice.get("steering_trace")
-    if trace is None:
-        return None
-    if "error" in trace:
-        return Trace(np.empty(0, np.int64), np.empty((0, 0), np.float32), {}, error=trace["error"])
-    gates = np.array(trace["gates"], np.float32).reshape(len(trace["positions"]), -1 if trace["positions"] else 0)
-    live = {name: np.array(values, np.float32) for name, values in trace["live"].items()}
-    positions = np.array(trace["positions"], np.int64)
-    return Trace(positions, gates, live, controller_error=trace.get("controller_error"))
-
-
-def _parse_rows(site: Mapping[str, Any]) -> Rows:
-    import torch
-
-    data = bytearray(base64.b64decode(site["data"]))
-    dtype = getattr(torch, site["dtype"])
-    rows = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return Rows(np.array(site["positions"], np.int64), rows.reshape(site["shape"]))
+    return None if trace is None else Trace.from_json(trace)

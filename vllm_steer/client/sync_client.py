@@ -73,7 +73,7 @@ class Client:
         return self._request(endpoints.register(name, content))
 
     def register_file(self, name: str, source: str | Path | bytes) -> ModuleInfo:
-        """Register the module in a local safetensors file, given by its path or its bytes."""
+        """Register the module in a local file, also of another tool, given by its path or its bytes."""
         return self._request(endpoints.register_file(name, source))
 
     def list(self) -> ModuleList:

@@ -20,7 +20,7 @@ from vllm_steer.compat.wraps import file_of
 from vllm_steer.errors import IncompatibleError
 from vllm_steer.extras import install_hint
 
-LIST_ALL: Final = "python scripts/release_diff.py installed --old 0.32.0"
+LIST_ALL: Final = "python scripts/release_diff.py installed --old 0.33.0"
 """Command that lists all differences between the installed vLLM and a tested version."""
 _CPU_BUILD: Final = '`pip install ".[cpu]" --extra-index-url https://download.pytorch.org/whl/cpu`'
 NOT_INSTALLED: Final = f"vLLM is not installed; {install_hint('cuda', f', or for the CPU build {_CPU_BUILD},')}"

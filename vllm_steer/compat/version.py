@@ -16,8 +16,8 @@ from vllm_steer.errors import IncompatibleError
 if TYPE_CHECKING:
     from vllm_steer.compat.sources import SourceTree
 
-TESTED = ((0, 32),)
-TESTED_RANGE = "0.32.x"
+TESTED = ((0, 33), (0, 32))
+TESTED_RANGE = "0.33.x and 0.32.x"
 OVERRIDE = "VLLM_STEER_ALLOW_UNTESTED_VLLM"
 _NAMED = 3
 """Number of changed parts that a message names."""

@@ -175,6 +175,11 @@ class Capabilities:
                 f"no autoencoder is called {readout.head.removeprefix(SAE_PREFIX)!r}; this engine has: "
                 f"{', '.join(known) or 'none (--steering-sae NAME=FOLDER)'}",
             )
+        if max(readout.targets, default=0) >= heads[readout.head]:
+            raise SteeringError(
+                f"{source}.lens.tokens",
+                f"token {max(readout.targets)} does not exist; this model has {heads[readout.head]} tokens",
+            )
         if readout.top_k > heads[readout.head]:
             raise SteeringError(f"{source}.top_k", f"is {readout.top_k}, but there are {heads[readout.head]} outputs")
 
@@ -183,7 +188,7 @@ class Capabilities:
         needed = (
             (
                 "record_columns",
-                program.layout.width,
+                program.layout.width - 1,  # the tables have one more column, for the number of a stop
                 "record columns for readouts, gated edits, live strengths and parts",
             ),
             ("max_conditions", conditions + spans, f"conditions, {conditions} in when and stop_on, {spans} for parts"),

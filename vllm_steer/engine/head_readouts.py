@@ -26,7 +26,7 @@ from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.log import steering_logger
 from vllm_steer.program.token_program import HeadRead, MlpRead
-from vllm_steer.taps.heads import Head, LensHead, Places, parts
+from vllm_steer.taps.heads import Head, LensHead, Places, chosen_outputs, parts
 from vllm_steer.taps.mlp import MlpHead
 from vllm_steer.taps.ops import DeviceOps
 from vllm_steer.taps.tables import OPEN_END, Tables
@@ -40,7 +40,7 @@ _Part = tuple[npt.NDArray[np.int64], ...]
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of a step that one head reads with one ``k``, or one probe; int64 tensors on the device."""
+    """Rows of a step that one head reads with one ``k`` or the same targets, or one probe; int64 on the device."""
 
     head: Head | MlpHead
     top_k: int
@@ -51,6 +51,8 @@ class _Group:
     """``[rows]``, the token of each row."""
     columns: torch.Tensor
     """``[rows]``, the first column of its record."""
+    targets: torch.Tensor | None = None
+    """``[top_k]``, the outputs that are recorded; None for the largest."""
 
     def rows(self, tables: Tables, position: torch.Tensor) -> tuple[torch.Tensor, Places]:
         """Return the arena rows and the places of their readouts. Records of tokens without a row keep their values."""
@@ -124,13 +126,15 @@ class HeadReadouts:
 
     def _groups(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> tuple[_Group, ...]:
         found = self._possible_rows(batch, capturing) if self._speculative else self._rows(batch, capturing)
-        parts: dict[tuple[str | MlpRead, int], list[_Part]] = {}
+        parts: dict[tuple[str | MlpRead, int, tuple[int, ...]], list[_Part]] = {}
         for head, part in found:
             if not self._enabled and head.mlp is None and head.head not in self.heads:
                 # An autoencoder, which only the rank that returns records has.
                 continue
-            parts.setdefault((head.mlp or head.head, head.top_k), []).append(part)
-        return tuple(self._group(self._head(name), top_k, each) for (name, top_k), each in parts.items())
+            parts.setdefault((head.mlp or head.head, head.top_k, head.targets), []).append(part)
+        return tuple(
+            self._group(self._head(name), top_k, targets, each) for (name, top_k, targets), each in parts.items()
+        )
 
     def _head(self, name: str | MlpRead) -> Head | MlpHead:
         if isinstance(name, str):
@@ -172,7 +176,7 @@ class HeadReadouts:
                 token = starts[index] + np.arange(count)
                 yield head, (np.array(segments), token, np.full(count, head.column))
 
-    def _group(self, head: Head | MlpHead, top_k: int, parts: list[_Part]) -> _Group:
+    def _group(self, head: Head | MlpHead, top_k: int, targets: tuple[int, ...], parts: list[_Part]) -> _Group:
         rows, tokens, columns = zip(*parts, strict=True)
         if self._speculative:
             # Segments that do not exist are empty.
@@ -192,6 +196,7 @@ class HeadReadouts:
             self._upload(arena_rows),
             self._upload(np.concatenate(tokens)),
             self._upload(np.concatenate(columns)),
+            self._upload(np.array(targets)) if targets else None,
         )
 
     def _upload(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -240,8 +245,12 @@ class HeadReadouts:
         return len(parts(head, rows + sum(len(each.normed) for each in self._waiting), itemsize)) == 1
 
     def _record(self, group: _Group, products: torch.Tensor | None, places: Places) -> None:
-        if products is not None and not isinstance(group.head, MlpHead):
-            record = self._store.tables.record
+        if products is None or isinstance(group.head, MlpHead):
+            return
+        record = self._store.tables.record
+        if group.targets is not None:
+            places.write(record, chosen_outputs(products, group.targets))
+        else:
             self._ops.record_largest(record, places, products, group.head.activation, group.top_k)
 
     @contextmanager

@@ -62,7 +62,7 @@ class RegistryOptions(msgspec.Struct, frozen=True):
     folder: str | None = None
     """Folder or database URL of the registry; None keeps it in the memory of this process."""
     modules: dict[str, str] = {}
-    """Paths of safetensors files by module name."""
+    """Paths of module or vector files by module name."""
     limits: RegistryLimits = RegistryLimits()
     """Largest number and size of modules."""
 
@@ -147,12 +147,6 @@ def known_engine_context(engine: Any) -> EngineContext | None:
 def context_of(processor: Any) -> EngineContext | None:
     """Return the context of the engine client of an input or output processor, or None without steering."""
     return getattr(processor, _CONTEXT, None)
-
-
-def capture_manager_of(output_processor: Any) -> CaptureManager:
-    """Return the capture manager of the engine client of an output processor."""
-    context: EngineContext = getattr(output_processor, _CONTEXT)
-    return context.capture_manager
 
 
 def set_consumers(engine: Any, options: Mapping[str, Mapping[str, Any]]) -> None:

@@ -111,15 +111,15 @@ class _Sample:
         self.request, self.state, self.changed, self._ended = request, state, False, False
         self.pending: queue.SimpleQueue[Mapping[str, Readouts] | None] = queue.SimpleQueue()
         self._controller, self._sample, self._runner, self._loop = controller, sample, runner, loop
-        self._receiver, self._stream = capture.receiver, ReadoutStream(capture.readouts.program, capture.assembler)
+        self._receiver = capture.receiver
+        self._stream = ReadoutStream(capture.readouts.program, capture.assembler, state.prompt_len)
         # A daemon, so that a controller that hangs does not keep the process from ending.
         threading.Thread(target=self._run, name=f"{_THREAD_PREFIX}{request.request_id[:40]}", daemon=True).start()
 
     def feed(self) -> None:
         """Queue the values of tokens that have been confirmed since the last call."""
         self._receiver.flush(self.state.request_id)
-        num_tokens = self.state.prompt_len + self.state.detokenizer.num_output_tokens()
-        values = self._stream.next_delta(self.state.prompt_len, num_tokens)
+        values = self._stream.next_delta(self._sample.num_forwarded(self.state))
         if any(len(each.positions) for each in values.values()):
             self.pending.put(values)
 

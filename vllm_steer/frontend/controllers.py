@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar
 
-from vllm_steer.capture.consumers.base import convert_option
+from vllm_steer.capture.consumers.discovery import convert_options, load_offered
 from vllm_steer.errors import SteeringError
 from vllm_steer.request.scalars import did_you_mean, shown
 
@@ -86,21 +85,14 @@ def controller_class(name: str, field: str) -> type[Controller]:
     """
     group = entry_points(group=ENTRY_POINT_GROUP)
     found = [each for each in group if each.name == name]
-    if len(found) != 1:
+    if not found:
         names = sorted(set(group.names))
         hint = did_you_mean(name, names)
-        number = "several packages offer" if found else "no installed package offers"
         raise SteeringError(
-            field, f"{number} the controller {shown(name)}; available: {', '.join(names) or 'none'}{hint}"
+            field,
+            f"no installed package offers the controller {shown(name)}; available: {', '.join(names) or 'none'}{hint}",
         )
-    try:
-        offered = found[0].load()
-    except Exception as error:
-        raise SteeringError(field, f"cannot load the controller {name!r}: {error}") from error
-    if not (inspect.isclass(offered) and issubclass(offered, Controller)):
-        raise SteeringError(field, f"{found[0].value} is not a subclass of Controller")
-    if getattr(offered, "name", None) != name:
-        raise SteeringError(field, f"{found[0].value} has name {shown(getattr(offered, 'name', None))}, not {name!r}")
+    offered = load_offered(found, Controller, field)  # type: ignore[type-abstract]
     if offered.mode != "async":
         raise SteeringError(
             field,
@@ -125,17 +117,7 @@ def read_controller(value: Mapping[str, Any], field: str) -> tuple[type[Controll
     options = options or {}
     if not isinstance(options, Mapping):
         raise SteeringError(f"{field}.{name}", f"must be a dict of options, not {shown(options)}")
-    parameters = inspect.signature(offered).parameters
-    for key in options:
-        if key not in parameters:
-            raise SteeringError(
-                f"{field}.{name}", f"unknown option {shown(key)}; options: {', '.join(parameters) or 'none'}"
-            )
-    for key, parameter in parameters.items():
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD and key not in options:
-            raise SteeringError(f"{field}.{name}.{key}", f"is missing; write {name}:{key}=...")
-    hints = get_type_hints(offered.__init__, include_extras=True)
-    made = {key: convert_option(hints.get(key, str), value, f"{field}.{name}.{key}") for key, value in options.items()}
+    made = convert_options(offered, options, f"{field}.{name}")
     try:
         offered(**made)
     except Exception as error:

@@ -17,10 +17,8 @@ from vllm_steer.capture.consumers.memory import is_streamed
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.readout_stream import ReadoutStream
 from vllm_steer.capture.readouts import Readouts, SteeringTrace
-from vllm_steer.capture.record_reader import RecordReader
 from vllm_steer.capture.results import NO_TOKEN, CaptureResults
-from vllm_steer.capture.row_assembler import RowAssembler
-from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream
+from vllm_steer.capture.row_assembler import RowAssembler, RowDelta, RowDeltaStream
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.compat.internals import FinishReason, RequestOutputKind
 from vllm_steer.engine.admission import REFUSED
@@ -99,7 +97,7 @@ class SampleState:
     has_stopped: bool = False
     """Whether a readout has ended the sample. Its last token has been forwarded then."""
     read_elsewhere: bool = False
-    """Whether the HTTP response reads the records, so that outputs carry none."""
+    """Whether the HTTP response reads the readouts, so that outputs carry none."""
     controller_error: str | None = None
     """Error of the sample's controller. Set in any thread."""
 
@@ -151,24 +149,19 @@ class SampleState:
         if capture is None or readouts is None or self.read_elsewhere or not (delta or finished):
             return None, None
         capture.receiver.flush(state.request_id)
-        num_tokens = self.num_forwarded(state) + 1
-        values = readouts.next_delta(state.prompt_len, num_tokens) if delta else None
-        if not finished:
-            return values, None
-        whole, trace = readouts.result(state.prompt_len, num_tokens)
-        if trace is not None:
-            count_gates(capture.manager.model_name, trace.num_covered, int(np.count_nonzero(trace.gates)))
-            trace = replace(trace, controller_error=self.controller_error)
-        return whole if values is None else values, trace
+        forwarded = self.num_forwarded(state)
+        values = readouts.next_delta(forwarded) if delta else readouts.whole(forwarded)
+        return values, self.final_trace(state) if finished else None
 
-    def read_records(self, state: Any) -> RecordReader:
-        """Return a reader of the records of a sample that has some. Its outputs carry no readouts from then on."""
-        capture = self.capture
-        if capture is None:
-            raise ValueError("the request has no records")
-        self.read_elsewhere = True
-        shared = bool(capture.specs) or capture.controlled
-        return RecordReader(capture.receiver, capture.assembler, state.request_id, shared=shared)
+    def final_trace(self, state: Any) -> SteeringTrace | None:
+        """Return the trace of a sample that ends, and count its gates; None without gated and live edits."""
+        capture, readouts = self.capture, self.readouts
+        if capture is None or readouts is None or not readouts.has_trace:
+            return None
+        capture.receiver.flush(state.request_id)
+        trace = readouts.trace(self.num_forwarded(state))
+        count_gates(capture.manager.model_name, trace.num_covered, int(np.count_nonzero(trace.gates)))
+        return replace(trace, controller_error=self.controller_error)
 
     def record_stop(self, state: Any, stop_reason: Any) -> None:
         """Record whether a readout has ended the sample; call before its last output is made."""
@@ -260,7 +253,7 @@ def _begin_capture(output_processor: Any, request: Any, sample: SampleState, pro
     manager, receiver = context.capture_manager, receiver_of(output_processor)
     assembler = manager.new_assembler()
     receiver.add_request(request.request_id, assembler)
-    readouts = ReadoutStream(program, assembler) if program.has_records else None
+    readouts = ReadoutStream(program, assembler, state.prompt_len) if program.has_records else None
     controlled = context.controllers is not None and bool(program.layout.live) and bool(program.readouts)
     sample.capture = RunningCapture(
         manager,

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from vllm_steer.capture.readouts import merge_readouts
-from vllm_steer.capture.row_deltas import merge_deltas
+from vllm_steer.capture.row_assembler import merge_deltas
 from vllm_steer.capture.row_payload import ROWS_REQUEST_ID
 from vllm_steer.compat.internals import CompletionOutput, EngineCoreRequest, RequestOutput
 from vllm_steer.frontend.context import engine_context

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Binding of a program: what its edits, readouts, stops and captures name is replaced by what the engine computes.
 
-At admission, :func:`bind_names` fills in probes of modules, and the sites and features of autoencoders. When the prompt
-is tokenised, :func:`bind_to_prompt` fills in the tokens and the state of parts, and the positions of messages and
-images.
+At admission, :func:`bind_names` fills in probes of modules, the sites and features of autoencoders, and the layers of a
+lens over all of them. When the prompt is tokenised, :func:`bind_to_prompt` fills in the tokens and the state of parts,
+and the positions of messages and images.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Names(Protocol):
     """
 
     @property
+    def num_layers(self) -> int:
+        """The model's number of layers."""
+
+    @property
     def any_site(self) -> bool:
         """Whether an autoencoder is served at other sites than its own."""
 
@@ -53,7 +57,7 @@ class Names(Protocol):
 
 
 def bind_names(program: Program, names: Names) -> Program:
-    """Return the program with the probes, sites and features that its edits and readouts name.
+    """Return the program with the probes, sites, features and layers that its edits and readouts name.
 
     Raises:
         SteeringError: A name is unknown, vectors differ in width, an autoencoder is at another site than its own, a
@@ -69,7 +73,9 @@ def bind_names(program: Program, names: Names) -> Program:
     readouts = []
     for number, readout in enumerate(program.readouts):
         source = program.readout_source(number)
-        if readout.head.startswith(SAE_PREFIX):
+        if "layers" in readout.omitted:
+            readout = msgspec.structs.replace(readout, layers=tuple(range(names.num_layers)), omitted=())
+        elif readout.head.startswith(SAE_PREFIX):
             readout = _bind_sae(readout, names, source)
         elif readout.probes and readout.scalar:
             readout = _bind_probe(readout, names, vectors, source)

@@ -240,12 +240,20 @@ def _compile_readout(name: str, readout: Readout, vectors: VectorTable) -> Compi
         probes=names,
         head=KINDS_OF_READOUTS[readout.kind].head + (readout.sae or ""),
         top_k=readout.top_k or 0,
-        layers=(readout.layers or (0,)) if readout.top_k else (),
+        layers=_layers_of_head(readout),
         cosine=bool(readout.cosine),
         parts=compile_parts(readout.positions),
         mlp=mlp,
         omitted=(*readout.omitted, *(("site",) if readout.sae else ())),
+        targets=() if readout.lens is None else readout.lens.tokens or (),
     )
+
+
+def _layers_of_head(readout: Readout) -> tuple[int, ...]:
+    """Return the layers that a head reads, (0,) in the place of those that are filled in later; () without a head."""
+    if not readout.top_k:
+        return ()
+    return (0,) if readout.layers == "all" else readout.layers or (0,)
 
 
 def compile_mlp(probe: HiddenLayer) -> CompiledMlp:

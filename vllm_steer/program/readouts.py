@@ -94,8 +94,10 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
     mlp: CompiledMlp | None = None
     """The rest of a probe with a hidden layer; None for other readouts."""
     omitted: tuple[str, ...] = ()
-    """Fields that the named probe or the autoencoder fills in when the request is composed. `site` means that the site
-    of the autoencoder is not compared yet."""
+    """Fields that the named probe, the autoencoder or the model fills in when the request is composed. `site` means
+    that the site of the autoencoder is not compared yet."""
+    targets: tuple[int, ...] = ()
+    """Outputs of the head that are returned, ``top_k`` of them; empty for the largest ones."""
 
     @property
     def site_number(self) -> int:

@@ -300,6 +300,7 @@ def _record_parts(program: Program, edits: list[int], readouts: list[int]) -> _R
             layout.readouts[number] + 2 * readout.top_k * i,
             readout.head,
             readout.top_k,
+            targets=readout.targets,
         )
         for number in readouts
         for readout in (program.readouts[number],)

@@ -80,7 +80,7 @@ class MlpRead(msgspec.Struct, frozen=True):
 class HeadRead(msgspec.Struct, frozen=True):
     """Outputs of a head on the stream at a site, recorded from a column on; see ``CompiledReadout``.
 
-    Those are the indices and values of the ``top_k`` largest outputs, or the value of a probe.
+    Those are the indices and values of the ``top_k`` largest outputs, or of ``targets``, or the value of a probe.
     """
 
     site_number: int
@@ -88,6 +88,7 @@ class HeadRead(msgspec.Struct, frozen=True):
     head: str
     top_k: int
     mlp: MlpRead | None = None
+    targets: tuple[int, ...] = ()
 
 
 class CaptureSite(msgspec.Struct, frozen=True):

@@ -47,10 +47,11 @@ class RequestComposer:
 
     Args:
         features: The autoencoders of the engine.
+        num_layers: The number of layers of its model.
     """
 
-    def __init__(self, features: FeatureReader) -> None:
-        self._features = features
+    def __init__(self, features: FeatureReader, num_layers: int) -> None:
+        self._features, self._num_layers = features, num_layers
         self._cache: tuple[Snapshot | None, dict[tuple[bytes | None, ...], dict[str, bytes]]] = (None, {})
 
     def compose(self, extra: Mapping[str, Any], snapshot: Snapshot) -> Mapping[str, Any]:
@@ -70,7 +71,7 @@ class RequestComposer:
             return extra
         rest = {name: value for name, value in extra.items() if name not in steering_args}
         if not all(isinstance(value, bytes) and len(value) <= _MAX_CACHED_BYTES for value in steering_args.values()):
-            return {**rest, **_compose(steering_args, snapshot, self._features)}
+            return {**rest, **self._compose(steering_args, snapshot)}
         # One tuple, so that a concurrent thread cannot combine this snapshot with the entries of another.
         cached_snapshot, cache = self._cache
         if cached_snapshot is not snapshot or len(cache) >= _CACHE_SIZE:
@@ -78,8 +79,11 @@ class RequestComposer:
             self._cache = snapshot, cache
         key = tuple(steering_args.get(name) for name in _COMPOSED_KEYS)
         if key not in cache:
-            cache[key] = _compose(steering_args, snapshot, self._features)
+            cache[key] = self._compose(steering_args, snapshot)
         return {**rest, **cache[key]}
+
+    def _compose(self, steering_args: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
+        return _compose(steering_args, snapshot, _Names(snapshot, self._features, self._num_layers))
 
 
 def count_edits(extra: Mapping[str, Any], snapshot: Snapshot) -> int:
@@ -125,6 +129,7 @@ class _Names:
 
     snapshot: Snapshot
     features: FeatureReader
+    num_layers: int
 
     @property
     def any_site(self) -> bool:
@@ -140,14 +145,14 @@ class _Names:
         return self.features.feature(sae, index, field)
 
 
-def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot, features: FeatureReader) -> dict[str, bytes]:
+def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot, names: _Names) -> dict[str, bytes]:
     own = None if PROGRAM_KEY not in steering_args else Program.from_bytes(steering_args[PROGRAM_KEY])
     references = read_references(steering_args)
     modules = _resolve(references or (), snapshot)
     joined = own
     composed = {key: value for key, value in steering_args.items() if key not in (MODULES_KEY, IDLE_KEY)}
     if own is not None and own.has_names:
-        own = joined = bind_names(own, _Names(snapshot, features))
+        own = joined = bind_names(own, names)
         composed[PROGRAM_KEY] = own.encode_cached()
     if own is not None and references is not None and CAPTURE_KEY in steering_args:
         specs = resolve_probes(read_specs(steering_args), snapshot)

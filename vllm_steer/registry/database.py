@@ -13,13 +13,22 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
-from vllm_steer.registry.database_engine import ANSWER_SECONDS, LOCK_SECONDS, WRITES, create_engine
+from vllm_steer.registry.database_engine import (
+    ANSWER_SECONDS,
+    LOCK_SECONDS,
+    MODE,
+    WRITES,
+    WRITES_IN_PLACE,
+    create_engine,
+    is_disk_full,
+)
 from vllm_steer.registry.errors import FIELD, RegistryUnavailableError
 from vllm_steer.registry.index import RegistryIndex, decode_index, encode_index
 from vllm_steer.registry.location import show_location, split_url
@@ -69,28 +78,30 @@ class DatabaseStore(RegistryStore):
         super().__init__()
         parts = split_url(url, FIELD)
         self._shown = show_location(url)
-        self._revision = ""
+        self._known = ("", self._snapshot)
+        """Revision and snapshot that were read last. The lock is held while they are replaced, not during queries, so
+        that a query that waits does not keep others from clearing global steering."""
         self._silent_until = 0.0
         self._is_postgresql = parts.scheme == "postgresql"
         self._engine, self._check_file = create_engine(parts)
         with self._report_errors():
             if not self._transact(_has_state):
-                self._transact(self._create_tables, writes=True)
+                self._transact(self._create_tables, writes=WRITES)
         self.refresh()
 
     def is_stale(self) -> bool:
         """Return whether there is a newer state. Queries the database, so it must not run in an event loop."""
         try:
             with self._report_errors():
-                return self._transact(_read_revision) != self._revision
+                return self._transact(_read_revision) != self._known[0]
         except RegistryUnavailableError:
             return True  # `refresh` reports the error
 
     def refresh(self) -> Snapshot:
         """Return the newest snapshot; raises ``RegistryUnavailableError``."""
-        with self.lock, self._report_errors():
-            self._revision, self._snapshot = self._transact(self._load)
-            return self._snapshot
+        before = self._known
+        with self._report_errors():
+            return self._adopt(before, self._transact(self._load))
 
     def change(self, update: Callable[[Snapshot], Snapshot]) -> Snapshot:
         """Apply ``update`` to the newest snapshot, as `RegistryStore.change` specifies.
@@ -100,25 +111,41 @@ class DatabaseStore(RegistryStore):
             RegistryUnavailableError: The database cannot be read or written. If the connection is lost during the
                 commit, the change may have been stored.
         """
-        updating = False
+        before = self._known
+        updating = removes = False
 
-        def write(connection: sa.Connection) -> tuple[str, Snapshot]:
-            nonlocal updating
+        def write(connection: sa.Connection, *, keeps_unused: bool = False) -> tuple[str, Snapshot]:
+            nonlocal updating, removes
             revision, old = self._load(connection, lock=True)
             updating = True
             new = update(old)
             if new is old:
                 return revision, old
             size = connection.execute(sa.select(sa.func.length(STATE.c.state)).where(_ROW)).scalar_one()
-            return self._store(connection, encode_index(new.index, size), old, new), new
+            state = encode_index(new.index, size)
+            removes = len(state) < size
+            return self._store(connection, state, old, new, keeps_unused=keeps_unused), new
 
-        with self.lock, self._report_errors():
-            self._revision, self._snapshot = self._transact(write, writes=True, may_retry=lambda: not updating)
-            return self._snapshot
+        with self._report_errors():
+            try:
+                changed = self._transact(write, writes=WRITES, may_retry=lambda: not updating)
+            except OperationalError as error:
+                if not (removes and is_disk_full(error)):
+                    raise
+                changed = self._transact(partial(write, keeps_unused=True), writes=WRITES_IN_PLACE)
+            return self._adopt(before, changed)
 
     def close(self) -> None:
         """Close the connections."""
         self._engine.dispose()
+
+    def _adopt(self, before: tuple[str, Snapshot], found: tuple[str, Snapshot]) -> Snapshot:
+        """Return the snapshot that a transaction has found, and remember it if that began with the present one."""
+        with self.lock:
+            if self._known is before:  # otherwise what another thread has found may be newer
+                self._known = found
+                self._snapshot = found[1]
+        return found[1]
 
     def _create_tables(self, connection: sa.Connection) -> None:
         if self._is_postgresql:
@@ -134,8 +161,9 @@ class DatabaseStore(RegistryStore):
         row = connection.execute(query.with_for_update() if lock else query).one_or_none()
         if row is None:
             raise RegistryUnavailableError(FIELD, f"the table {STATE.name} has lost its row", self._shown)
-        if row.revision == self._revision:
-            return self._revision, self._snapshot
+        known = self._known
+        if row.revision == known[0]:
+            return known
 
         def read(digest: str) -> bytes:
             data = connection.execute(sa.select(OBJECTS.c.content).where(OBJECTS.c.digest == digest)).scalar()
@@ -147,13 +175,15 @@ class DatabaseStore(RegistryStore):
         snapshot, _ = self.read_contents(index, read, "its content in the registry's database")
         return row.revision, snapshot
 
-    def _store(self, connection: sa.Connection, state: bytes, old: Snapshot, new: Snapshot) -> str:
-        """Write a snapshot and return its revision."""
+    def _store(
+        self, connection: sa.Connection, state: bytes, old: Snapshot, new: Snapshot, *, keeps_unused: bool
+    ) -> str:
+        """Write a snapshot and return its revision; ``keeps_unused`` leaves content to the next change to remove."""
         needed = new.index.digests()
         added = new.contents.keys() - old.contents.keys()
         stored = set(connection.execute(sa.select(OBJECTS.c.digest)).scalars())
         unused = [{"old": digest} for digest in (stored - needed) | (stored & added)]  # damaged content is replaced
-        if unused:
+        if unused and not keeps_unused:
             connection.execute(sa.delete(OBJECTS).where(OBJECTS.c.digest == sa.bindparam("old")), unused)
         for digest in added:
             connection.execute(sa.insert(OBJECTS).values(digest=digest, content=write_module(new.contents[digest])))
@@ -162,7 +192,7 @@ class DatabaseStore(RegistryStore):
         return revision
 
     def _transact(
-        self, body: Callable[[sa.Connection], T], writes: bool = False, may_retry: Callable[[], bool] = lambda: True
+        self, body: Callable[[sa.Connection], T], writes: str = "", may_retry: Callable[[], bool] = lambda: True
     ) -> T:
         """Run ``body`` in a transaction. If the connection was lost while it was idle, run it again on a new one."""
         if time.monotonic() < self._silent_until:  # requests that arrive meanwhile do not wait as well
@@ -177,10 +207,10 @@ class DatabaseStore(RegistryStore):
                 raise
         return self._run(body, writes)
 
-    def _run(self, body: Callable[[sa.Connection], T], writes: bool) -> T:
+    def _run(self, body: Callable[[sa.Connection], T], writes: str) -> T:
         if self._check_file is not None:
             self._check_file()
-        options: dict[str, Any] = {WRITES: writes}
+        options: dict[str, Any] = {MODE: writes}
         if self._is_postgresql:
             options["isolation_level"] = "READ COMMITTED" if writes else "REPEATABLE READ"
         with self._engine.connect() as pooled:
@@ -192,7 +222,10 @@ class DatabaseStore(RegistryStore):
                 if writes and self._is_postgresql:
                     for setting in _WRITER_SETTINGS:
                         connection.exec_driver_sql(setting)
-                return body(connection)
+                result = body(connection)
+            if writes == WRITES_IN_PLACE:
+                connection.invalidate()  # the next one has a journal on the disk again
+            return result
 
     @contextmanager
     def _report_errors(self) -> Iterator[None]:

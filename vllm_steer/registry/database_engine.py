@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import sqlite3
 import stat
 import time
 from collections.abc import Callable
@@ -27,8 +28,11 @@ ANSWER_SECONDS = 5.0
 LOCK_SECONDS = 10.0
 """How long a change waits for another process to finish its own."""
 CONNECT_SECONDS = 5
-WRITES = "steering_writes"
-"""Execution option of connections whose transaction changes the registry."""
+MODE, WRITES, WRITES_IN_PLACE = "steering_mode", "writes", "writes in place"
+"""Execution option of connections, and its values for transactions that change the registry. The second is for a SQLite
+file whose disk is full: the transaction can be rolled back from memory only, so it must not write much."""
+_SQLITE_DISK_ERRORS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+"""Codes of a disk without space for a file's new pages, within a quota, or for the rollback journal."""
 
 
 def create_engine(parts: SplitResult) -> tuple[sa.Engine, Callable[[], None] | None]:
@@ -126,6 +130,11 @@ def _sqlite(path: Path) -> sa.Engine:
     return engine
 
 
+def is_disk_full(error: OperationalError) -> bool:
+    """Return whether SQLite had no space to write."""
+    return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_DISK_ERRORS
+
+
 def _check_private(path: Path) -> None:
     status = path.lstat()
     if stat.S_ISDIR(status.st_mode):  # others can replace files in a folder without the sticky bit
@@ -158,9 +167,12 @@ def _configure_sqlite(connection: Any, _: object) -> None:
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:
-    if not connection.get_execution_options().get(WRITES):
+    mode = connection.get_execution_options().get(MODE)
+    if not mode:
         connection.exec_driver_sql("BEGIN")
         return
+    if mode == WRITES_IN_PLACE:
+        connection.exec_driver_sql("PRAGMA journal_mode = MEMORY")
     # A writer takes its lock before it reads. SQLite's own wait sleeps up to 0.1 s between attempts, so that a process
     # that makes changes without a pause could keep the others out.
     deadline = time.monotonic() + LOCK_SECONDS

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,13 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS
 from vllm_steer.registry.metadata import METADATA_KEYS, ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import EDITS, MAX_PROBES, PROBES, TIERS, Module, parse_module
-from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.request.hidden_layer import ARRAYS as MLP_ARRAYS
 from vllm_steer.request.hidden_layer import HiddenLayer
 from vllm_steer.request.probe import READING
 from vllm_steer.request.scalars import shown
-from vllm_steer.request.vector import PACKED_DTYPES, from_bytes
+from vllm_steer.request.strict_json import parse_json
+from vllm_steer.request.vector import from_bytes
+from vllm_steer.vectors.containers import DTYPES
 
 MAX_HEADER_BYTES = 4 << 20
 _SCALES, _ACTIVATIONS = "scales", "activations"
@@ -41,15 +41,6 @@ _MAX_TENSORS = MAX_EDITS + MAX_PROBES * len(MLP_ARRAYS)
 _TENSOR_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 """Keys of a tensor in the header; safetensors ignores all others."""
 _FILE_METADATA_KEYS = (*METADATA_KEYS, _SCALES, _ACTIVATIONS, PROBES, EDITS, "format")
-
-DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
-    {
-        "F32": PACKED_DTYPES["float32"],
-        "F16": PACKED_DTYPES["float16"],
-        "BF16": PACKED_DTYPES["bfloat16"],
-        "F64": PACKED_DTYPES["float64"],
-    }
-)
 
 
 def read_module(data: bytes) -> tuple[Module, ModuleMetadata]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import time
 from collections.abc import Callable, Mapping
@@ -26,10 +25,11 @@ from vllm_steer.registry.errors import FIELD, RegistryUnavailableError, UnknownM
 from vllm_steer.registry.index import RegistryLimits, ResolvedModule
 from vllm_steer.registry.metadata import ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
-from vllm_steer.registry.module_files import read_module
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
+from vllm_steer.registry.shared_call import SharedCall
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.registry.storage import MemoryStore, RegistryStore
+from vllm_steer.registry.vector_files import read_vector_file
 from vllm_steer.request.arguments import suggest_arguments
 from vllm_steer.request.references import Reference, parse_reference, parse_references, read_name
 
@@ -49,6 +49,9 @@ class ProgramChecker(Protocol):
 
     @property
     def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
 
     @property
     def max_model_len(self) -> int: ...
@@ -95,8 +98,10 @@ class SteeringRegistry:
         """
         self._checker = checker
         self._store = MemoryStore() if store is None else store
+        self._queries = SharedCall(self.snapshot, "vllm-steer-registry-query")
         self._limits = limits
-        self._composer = RequestComposer(FeatureReader(saes or {}, centring, any_site=sae_any_site))
+        features = FeatureReader(saes or {}, centring, any_site=sae_any_site)
+        self._composer = RequestComposer(features, checker.num_layers)
         self._model_name = model_name
         self._reported: Snapshot | None = None
         self._check_stored(self.snapshot())
@@ -148,12 +153,12 @@ class SteeringRegistry:
         return self.register_module(name, parse_module(content), metadata)
 
     def register_file(self, name: str, source: str | Path | bytes) -> ModuleInfo:
-        """Register the module in a safetensors file, given as a path or as bytes.
+        """Register the module in a file of ours or of another tool, given as a path or as bytes.
 
         Raises:
             SteeringError: The file cannot be read, is invalid, or contains a module that the engine cannot serve.
         """
-        return self.register_module(name, *_read_file(source))
+        return self.register_module(name, *read_vector_file(source))
 
     def ensure_file(self, name: str, path: str | Path) -> None:
         """Register a file at server start, unless it is the current version of ``name``.
@@ -161,7 +166,7 @@ class SteeringRegistry:
         A current version whose stored content is damaged is registered again. Another current version is replaced with
         a warning, because it may have been registered since the last start.
         """
-        module, metadata = _read_file(path)
+        module, metadata = read_vector_file(path)
         snapshot = self.snapshot()
         current = [version.digest for version in snapshot.index.modules.get(read_name(name, "name"), ())][-1:]
         if current == [module.digest] and module.digest not in snapshot.problems:
@@ -314,7 +319,7 @@ class SteeringRegistry:
     async def refresh(self) -> Snapshot:
         """Return `snapshot` without waiting for files or a database in the event loop."""
         if self.is_remote or self.is_stale():
-            return await asyncio.to_thread(self.snapshot)
+            return await self._queries.run()
         return self._store.snapshot
 
     def compose(self, extra: Mapping[str, Any], snapshot: Snapshot | None = None) -> Mapping[str, Any]:
@@ -393,14 +398,3 @@ class SteeringRegistry:
 
 def _steering_digests(snapshot: Snapshot) -> list[str]:
     return [] if snapshot.steering_digest is None else [snapshot.steering_digest]
-
-
-def _read_file(source: str | Path | bytes) -> tuple[Module, ModuleMetadata]:
-    if isinstance(source, bytes):
-        return read_module(source)
-    try:
-        return read_module(Path(source).read_bytes())
-    except OSError as error:
-        raise SteeringError("file", f"{source} cannot be read: {error.strerror or error}") from None
-    except SteeringError as error:
-        raise SteeringError(f"{source}: {error.field}", error.problem) from None

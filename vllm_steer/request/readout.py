@@ -16,9 +16,9 @@ from vllm_steer.request.part import PartName, PromptPartName, SpanForm
 from vllm_steer.request.probe import READING
 from vllm_steer.request.projection import NamedProjection, Projection
 from vllm_steer.request.references import parse_probe, read_name
-from vllm_steer.request.scalars import shown
+from vllm_steer.request.scalars import read_integer, shown
 from vllm_steer.request.selector import POSITIONS, PositionListForm, PositionsName, Selector
-from vllm_steer.request.sites import LayerForm, PointForm, read_layer, read_site
+from vllm_steer.request.sites import LayerForm, Layers, PointForm, read_layer, read_site
 from vllm_steer.request.vector import PackedVector, VectorForm, parse_vector
 
 READOUTS_FIELD = "readouts"
@@ -35,13 +35,41 @@ _PARAMETERS: Mapping[str, ReadoutKind] = {
 _EXAMPLE = '{"refusal": {"probe": weights, "bias": 0.0, "point": "post_block", "layer": 14}}'
 
 
+DEFAULT_TOP_K = 5
+"""Number of tokens of a lens."""
+MAX_TOKEN = (1 << 24) - 1
+"""Largest id of a token: larger numbers are not exact in the float32 numbers of a record."""
 TopK = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOP_K)]
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN)]
 
 
 class Lens(Declared, frozen=True):
-    """The likeliest tokens if the model ended at a layer: its final norm and unembedding on the stream there."""
+    """The likeliest or the given tokens if the model ended at a layer: its final norm and unembedding on the stream."""
 
-    top_k: Annotated[TopK, msgspec.Meta(description="Number of tokens.")] = 5
+    top_k: Annotated[TopK | None, msgspec.Meta(description="Number of likeliest tokens; default 5.")] = None
+    """The number of ``tokens``, if those are given, once read."""
+    tokens: Annotated[
+        Any,
+        any_of(Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_TOP_K)], None),
+        msgspec.Meta(description="Ids of the tokens whose log-probabilities are returned, instead of the likeliest."),
+    ] = None
+    """A tuple once read; None for the likeliest tokens."""
+
+    def __post_init__(self) -> None:
+        """Read the ids of tokens."""
+        tokens: tuple[int, ...] = ()
+        if self.tokens is not None:
+            if not isinstance(self.tokens, (list, tuple)) or not 1 <= len(self.tokens) <= MAX_TOP_K:
+                raise SteeringError("tokens", f"must be a list of 1 to {MAX_TOP_K} token ids, not {shown(self.tokens)}")
+            tokens = tuple(read_integer(each, 0, MAX_TOKEN, f"tokens[{i}]") for i, each in enumerate(self.tokens))
+            if len(set(tokens)) != len(tokens):
+                raise SteeringError("tokens", "names a token twice")
+            if self.top_k not in (None, len(tokens)):
+                raise SteeringError("top_k", "is the number of likeliest tokens; omit it with tokens")
+        top_k = len(tokens) or self.top_k or DEFAULT_TOP_K
+        msgspec.structs.force_setattr(self, "tokens", tokens or None)
+        msgspec.structs.force_setattr(self, "top_k", top_k)
 
 
 class Readout(Declared, frozen=True):
@@ -93,9 +121,12 @@ class Readout(Declared, frozen=True):
             "may be."
         ),
     ] = None
-    layers: Annotated[Any, any_of(list[LayerForm], None), msgspec.Meta(description="`lens` only: several layers.")] = (
-        None
-    )
+    layers: Annotated[
+        Any,
+        any_of(list[LayerForm], Literal["all"], None),
+        msgspec.Meta(description='`lens` only: several layers, or "all".'),
+    ] = None
+    """``"all"``, or a tuple once read."""
     positions: Annotated[
         Any,
         any_of(PositionsName, PartName, PromptPartName, PositionListForm, SpanForm),
@@ -119,9 +150,10 @@ class Readout(Declared, frozen=True):
             raise SteeringError("point", "is missing; a readout needs point and layer")
         without_layer = may_omit and self.layer is None and named is None and self.layers is None
         layers = () if without_layer else self._read_layers(named)
+        every = layers == "all"
         checked: dict[str, Any] = {
             "point": point,
-            "layer": layers[0] if layers else None,
+            "layer": layers[0] if layers and not every else None,
             "layers": layers,
             "positions": Selector.parse(_position_name(self.positions), "positions"),
         }
@@ -144,11 +176,13 @@ class Readout(Declared, frozen=True):
 
     @property
     def omitted(self) -> tuple[str, ...]:
-        """Fields that were not given, which the named probe or the autoencoder fills in."""
+        """Fields that the named probe, the autoencoder or the model fills in."""
+        if self.layers == "all":
+            return ("layers",)
         fields = READING if isinstance(self.probe, NamedProjection) else ("point", "layer") if self.sae else ()
         return tuple(name for name in fields if getattr(self, name) is None)
 
-    def _read_layers(self, named: int | None) -> tuple[int, ...]:
+    def _read_layers(self, named: int | None) -> Layers:
         """Return the layers; ``named`` is the one in the name of the point."""
         if self.layers is None:
             given = named if self.layer is None else self.layer
@@ -162,8 +196,12 @@ class Readout(Declared, frozen=True):
             raise SteeringError("layers", f"must be omitted; the point names layer {named}")
         if self.layer is not None:
             raise SteeringError("layer", "give either layer or layers")
+        if isinstance(self.layers, str) and self.layers == "all":
+            return "all"
         if not isinstance(self.layers, (list, tuple)) or not self.layers:
-            raise SteeringError("layers", f"must be a list of layers such as [8, 16], not {shown(self.layers)}")
+            raise SteeringError(
+                "layers", f'must be a list of layers such as [8, 16], or "all", not {shown(self.layers)}'
+            )
         if len(self.layers) > MAX_LAYERS:
             raise SteeringError("layers", f"has {len(self.layers)} layers; at most {MAX_LAYERS} can be named")
         layers = tuple(read_layer(each, f"layers[{i}]") for i, each in enumerate(self.layers))

@@ -145,6 +145,13 @@ def largest_outputs(products: torch.Tensor, activation: Activation | None, k: in
     return torch.cat([indices.float(), values], dim=-1)
 
 
+def chosen_outputs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return ids and log-probabilities of tokens ``[k]`` as :func:`largest_outputs` does, float32 ``[rows, 2 k]``."""
+    logits = logits.float()
+    values = logits[:, tokens] - torch.logsumexp(logits, dim=-1, keepdim=True)
+    return torch.cat([tokens.float().expand_as(values), values], dim=-1)
+
+
 def record_largest(
     record: torch.Tensor, places: Places, products: torch.Tensor, activation: Activation | None, k: int
 ) -> None:

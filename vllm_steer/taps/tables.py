@@ -90,6 +90,7 @@ def table_shapes(
     points = points_on(config.points)
     width = -(-num_sites // len(points)) * _head_stride(points)
     rows, instructions, segments = config.max_rows + 1, config.max_instructions + 1, config.max_segments
+    columns = config.record_columns + 1  # with the number of a stop
     return {
         "token_row": ((max_tokens,), torch.int32),
         "head": ((rows, width), torch.int32),
@@ -103,9 +104,9 @@ def table_shapes(
         "token_offset": ((max_tokens,), torch.int32),
         "token_base": ((max_tokens,), torch.int64),
         "arena": ((config.capture_rows, hidden_size), dtype),
-        "record": ((max_tokens, config.record_columns), torch.float32),
+        "record": ((max_tokens, columns), torch.float32),
         "replayed": ((max_tokens,), torch.int32),
-        "initial": ((max_requests, config.record_columns), torch.float32),
+        "initial": ((max_requests, columns), torch.float32),
         "condition": ((max_requests, config.max_conditions, CONDITION_FIELDS), torch.int32),
         "bound": ((max_requests, config.max_conditions, BOUND_FIELDS), torch.float32),
         "carry": ((max_requests, drafts + 1, config.max_conditions), torch.float64),

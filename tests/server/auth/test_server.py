@@ -15,7 +15,7 @@ import pytest
 
 from tests.server.auth.guarded import EVERYTHING, write_keys
 from tests.server.requests import LIST
-from tests.server.server import HIDDEN, LAYERS, MODEL, run_server, vllm_command
+from tests.server.server import HIDDEN, LAYERS, MODEL, run_server
 from vllm_steer.client import Client, Retry, ServerError
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.routes.base import PLUGIN_PREFIXES
@@ -47,7 +47,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gu
     flags = ["--steering-keys", str(path), "--api-key", "vllms", "--enable-prompt-tokens-details"]
     flags += ["--block-size", str(BLOCK), "--capture-inline-kib", "1"]
     log = tmp_path_factory.mktemp("log") / "server.log"
-    for url in run_server(model, [*vllm_command(), "serve"], ["--enable-steering", *flags], log):
+    for url in run_server(model, ["--enable-steering", *flags], log, warm=True):
         yield GuardedServer(url, secrets)
 
 

@@ -27,8 +27,8 @@ from vllm_steer.capture.results import CaptureResults
 from vllm_steer.params import PROMPT_KEY
 from vllm_steer.server.http import capture_reports, response_writer
 from vllm_steer.server.http.apply_fields import apply_to_params
+from vllm_steer.server.http.capture_reports import encode_inline
 from vllm_steer.server.http.request_context import Choice, RequestContext, current_request, track_sample
-from vllm_steer.server.http.row_encoding import encode_inline
 from vllm_steer.server.routes.captures import capture_store_of
 
 ROUTE = "/v1/completions"

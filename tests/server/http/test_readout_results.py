@@ -27,8 +27,6 @@ from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.frontend.sample_state import RunningCapture, SampleState
 from vllm_steer.params import program_of
-from vllm_steer.program.readouts import KINDS
-from vllm_steer.server.http import readout_feed
 from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import track_sample
@@ -63,8 +61,8 @@ class Sample:
         self.receiver = RowReceiver()
         assembler = RowAssembler(4, HIDDEN, torch.float32)
         self.receiver.add_request(self.request_id, assembler)
-        manager: Any = None
-        readouts = ReadoutStream(program, assembler)
+        manager: Any = SimpleNamespace(model_name="")
+        readouts = ReadoutStream(program, assembler, PROMPT)
         self._steering_sample = SampleState(
             capture=RunningCapture(manager, self.receiver, assembler, readouts=readouts)
         )
@@ -322,30 +320,3 @@ async def test_background_responses_are_refused() -> None:
     body = {"input": "x", "readouts": READOUTS, "background": True}
     response = await client_of(make_app()).post(RESPONSES, json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "readouts")
-
-
-def test_choose_positions() -> None:
-    """Catches positions outside of the intervals, and records of other positions."""
-    positions, records = [3, 4, 5, 8], [[3.0], [4.0], [5.0], [8.0]]
-
-    def choose(*intervals: tuple[int, int], part: int = 0) -> Any:
-        return readout_feed._choose(positions, records, readout_feed._Tokens(intervals, part))
-
-    assert choose((0, 9)) == (positions, records)
-    assert choose((4, 5), (6, 9)) == ([4, 8], [[4.0], [8.0]])
-    assert choose((9, 12)) == ([], [])
-    records = [[0.0, float(position == 4)] for position in positions]
-    assert choose((0, 9), part=1) == ([4], [[0.0, 1.0]])
-
-
-def test_heads_have_indices_and_values() -> None:
-    """Catches token ids as floats, layers in one list, and values beside the wrong indices."""
-    rows = [[0.0, 7.0, 3.0, -0.5, -1.5, 2.0, 9.0, -0.25, -4.0], [0.0, 1.0, 0.0, -1.0, -2.0, 5.0, 4.0, -3.0, -3.5]]
-    assert readout_feed._split(rows, 1, 8, 2, KINDS["lens"]) == {
-        "token_ids": [[[7, 3], [2, 9]], [[1, 0], [5, 4]]],
-        "logprobs": [[[-0.5, -1.5], [-0.25, -4.0]], [[-1.0, -2.0], [-3.0, -3.5]]],
-    }
-    assert readout_feed._split([[0.0, 7.0, -1.0, 2.5, 0.0]], 1, 4, 2, KINDS["sae"]) == {
-        "indices": [[7, -1]],
-        "values": [[2.5, 0.0]],
-    }

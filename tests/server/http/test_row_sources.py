@@ -13,12 +13,12 @@ import torch
 
 from tests import memory
 from tests.server.fakes import HIDDEN, engine_context
+from vllm_steer.capture.files.tensors import encode_request
 from vllm_steer.capture.results import CapturedRequest, SiteRows
 from vllm_steer.errors import SteeringError
 from vllm_steer.request import Edit, parse_capture, parse_fields
 from vllm_steer.server.capture_store import CaptureStore, StoreLimits
 from vllm_steer.server.http.request_context import RequestContext
-from vllm_steer.server.http.row_encoding import encode_file
 from vllm_steer.server.http.row_sources import take_store_option, with_rows
 
 ROWS = torch.arange(4.0 * HIDDEN).reshape(4, HIDDEN) + 1
@@ -45,7 +45,7 @@ def resolve(store: CaptureStore | None, vector: Any, owner: bytes = MINE, **chan
 
 def test_only_the_owner_can_name_a_capture(store: CaptureStore) -> None:
     """Catches rows of another key's capture, and a capture that is gone and leaves the request unpatched."""
-    named = {"capture": store.put(encode_file(CAPTURED), "safetensors", MINE)}
+    named = {"capture": store.put(b"".join(encode_request(CAPTURED)), "safetensors", MINE)}
     assert np.array_equal(resolve(store, named), ROWS[1:3].numpy())
     with pytest.raises(SteeringError, match="no such capture"):
         resolve(store, named, OTHERS)
@@ -59,7 +59,7 @@ def test_rows_of_other_positions(store: CaptureStore) -> None:
 
     Tokens in another order would be sorted, and each would get the row of another one.
     """
-    named = {"capture": store.put(encode_file(CAPTURED), "safetensors", MINE)}
+    named = {"capture": store.put(b"".join(encode_request(CAPTURED)), "safetensors", MINE)}
     with pytest.raises(SteeringError, match="ascending order") as error:
         resolve(store, {**named, "positions": [3, 0]}, tokens=[2, 1])
     assert error.value.field == "steering[0].tokens[1]"
@@ -77,7 +77,7 @@ def test_rows_of_other_positions(store: CaptureStore) -> None:
 @pytest.mark.parametrize("positions", [None, [0]])
 def test_long_intervals_are_not_listed(stop: int, positions: list[int] | None, store: CaptureStore) -> None:
     """Catches a body of 200 bytes that lists two billion positions, which fills the memory of the server."""
-    named = {"capture": store.put(encode_file(CAPTURED), "safetensors", MINE), "positions": positions}
+    named = {"capture": store.put(b"".join(encode_request(CAPTURED)), "safetensors", MINE), "positions": positions}
     with memory.at_most(256), pytest.raises(SteeringError, match=r"was not captured|for each token|one by one"):
         resolve(store, named, tokens=[[0, stop]])
 

@@ -51,7 +51,7 @@ class FakeEngine:
         capabilities = Capabilities.merge([REPORT], SteeringConfig())
         registry = SteeringRegistry(capabilities, limits=RegistryLimits(max_norm=max_norm))
         manager: Any = None
-        capture = RunningCapture(manager, RowReceiver(), assembler, readouts=ReadoutStream(program, assembler))
+        capture = RunningCapture(manager, RowReceiver(), assembler, readouts=ReadoutStream(program, assembler, 3))
         sample = SampleState(capture=capture, live_id=SAMPLE.live_id)
         state = SimpleNamespace(request_id="sample", _steering_sample=sample)
         self.vllm_config = SimpleNamespace(

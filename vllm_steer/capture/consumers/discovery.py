@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from vllm_steer.capture.consumers.base import Consumer, convert_option
 from vllm_steer.capture.server_wide import FLAG_KEYS, parse_flag_value, parse_server_wide
@@ -18,6 +18,7 @@ from vllm_steer.request.scalars import did_you_mean, shown
 
 ENTRY_POINT_GROUP = "vllm_steer.capture_consumers"
 _FLAG = "--capture-consumers"
+Offered = TypeVar("Offered")
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
@@ -97,18 +98,31 @@ def consumer_class(name: str, field: str = _FLAG) -> type[Consumer]:
         names = consumer_names()
         hint = did_you_mean(name, names)
         raise SteeringError(field, f"unknown consumer {shown(name)}; available: {', '.join(names)}{hint}")
+    return load_offered(found, Consumer, field)  # type: ignore[type-abstract]
+
+
+def load_offered(found: Sequence[EntryPoint], base: type[Offered], field: str) -> type[Offered]:
+    """Return the class that an installed package offers under a name.
+
+    Args:
+        found: Entry points with the name, at least one.
+        base: Class of which it must be a subclass.
+        field: Where the name was given, for errors.
+
+    Raises:
+        SteeringError: Several packages offer the name, or the class cannot be loaded or used.
+    """
+    name, kind = found[0].name, base.__name__.lower()
     if len(found) > 1:
-        raise SteeringError(
-            field, f"{' and '.join(map(_package, found))} both offer a consumer {name!r}; uninstall one"
-        )
+        raise SteeringError(field, f"{' and '.join(map(_package, found))} both offer a {kind} {name!r}; uninstall one")
     (entry_point,) = found
     package = _package(entry_point)
     try:
         offered = entry_point.load()
     except Exception as error:
-        raise SteeringError(field, f"cannot load the consumer {name!r} of {package}: {error}") from error
-    if not (inspect.isclass(offered) and issubclass(offered, Consumer)):
-        raise SteeringError(field, f"{entry_point.value} of {package} is not a subclass of Consumer")
+        raise SteeringError(field, f"cannot load the {kind} {name!r} of {package}: {error}") from error
+    if not (inspect.isclass(offered) and issubclass(offered, base)):
+        raise SteeringError(field, f"{entry_point.value} of {package} is not a subclass of {base.__name__}")
     if getattr(offered, "name", None) != name:
         raise SteeringError(
             field, f"{entry_point.value} of {package} has name {shown(getattr(offered, 'name', None))}, not {name!r}"
@@ -128,7 +142,7 @@ def make_consumer(name: str, options: Mapping[str, Any] | None = None, field: st
         SteeringError: The consumer or an option is unknown, or an option is missing or invalid.
     """
     consumer = consumer_class(name, field)
-    converted = _convert_options(consumer, options or {}, field)
+    converted = convert_options(consumer, options or {}, f"{field}.{name}")
     try:
         return consumer(**converted)
     except SteeringError as error:
@@ -162,26 +176,36 @@ def parse_consumer_flag(text: str, field: str = _FLAG) -> tuple[str, dict[str, A
     spec = {key: parse_flag_value(key, options.pop(key), prefix) for key in FLAG_KEYS if key in options}
     if spec:
         parse_server_wide(name, spec, field)
-    return name, {**_convert_options(consumer, options, field), **spec}
+    return name, {**convert_options(consumer, options, prefix), **spec}
 
 
-def _convert_options(consumer: type[Consumer], options: Mapping[str, Any], field: str) -> dict[str, Any]:
-    path = f"{field}.{consumer.name}"
+def convert_options(offered: type[Any], options: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """Return the arguments of a class's ``__init__``, converted to the types that it annotates.
+
+    Args:
+        offered: The class of a consumer or a controller.
+        options: Values by name.
+        field: Path of the options, for errors; they are written as in flags if it begins with that of a flag.
+
+    Raises:
+        SteeringError: An option is unknown, missing or invalid.
+    """
     parameters = {
         name: parameter
-        for name, parameter in inspect.signature(consumer).parameters.items()
+        for name, parameter in inspect.signature(offered).parameters.items()
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }
     for key in options:
         if key not in parameters:
             hint = did_you_mean(key, parameters)
-            raise SteeringError(path, f"unknown option {shown(key)}; options: {', '.join(parameters) or 'none'}{hint}")
+            raise SteeringError(field, f"unknown option {shown(key)}; options: {', '.join(parameters) or 'none'}{hint}")
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in options:
-            example = f"{consumer.name}:{key}=..." if field == _FLAG else f'{{"{consumer.name}": {{"{key}": ...}}}}'
-            raise SteeringError(f"{path}.{key}", f"is missing; write {example}")
-    hints = get_type_hints(consumer.__init__, include_extras=True)
-    return {key: convert_option(hints.get(key, str), value, f"{path}.{key}") for key, value in options.items()}
+            in_flag = field.startswith("--")
+            example = f"{offered.name}:{key}=..." if in_flag else f'{{"{offered.name}": {{"{key}": ...}}}}'
+            raise SteeringError(f"{field}.{key}", f"is missing; write {example}")
+    hints = get_type_hints(offered.__init__, include_extras=True)
+    return {key: convert_option(hints.get(key, str), value, f"{field}.{key}") for key, value in options.items()}
 
 
 def _package(entry_point: EntryPoint) -> str:

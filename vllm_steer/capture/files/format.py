@@ -119,11 +119,6 @@ def entry_fields(captured: CapturedRequest, run: str | None) -> dict[str, Any]:
     }
 
 
-def row_bytes(rows: torch.Tensor) -> memoryview:
-    """Return the bytes of CPU rows ``[n, width]`` in row-major order, without a copy if they are contiguous."""
-    return rows.contiguous().view(torch.uint8).numpy().reshape(-1).data
-
-
 def dtype_name(site: SiteRows) -> str:
     """Check a site's rows and return the safetensors name of their dtype.
 

@@ -28,9 +28,8 @@ from vllm_steer.capture.files.format import (
     StoredSite,
     dtype_name,
     entry_fields,
-    row_bytes,
 )
-from vllm_steer.capture.results import CapturedRequest
+from vllm_steer.capture.results import CapturedRequest, row_bytes
 
 VERSION = "1"
 SUFFIX = ".safetensors"

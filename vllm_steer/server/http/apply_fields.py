@@ -17,6 +17,7 @@ from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
 from vllm_steer.compat.internals import ResponsesRequest, SamplingParams, VLLMValidationError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.messages import messages_of
 from vllm_steer.frontend.parts import bind_request
 from vllm_steer.frontend.requests import check_beam_search
 from vllm_steer.limits import REQUEST_EDITS, REQUEST_VECTORS
@@ -284,14 +285,16 @@ def _bind_parts(params: Any, context: RequestContext, engine: EngineContext) -> 
     prompt = context.prompt
     if prompt is None or context.input_processor is None or engine.markers is None:
         return
-    places = prompt.get("mm_placeholders") or {}
+    tokens = prompt.get("decoder_prompt", prompt)
+    places = tokens.get("mm_placeholders") or {}
     request = SimpleNamespace(
         sampling_params=params,
-        prompt_token_ids=prompt.get("prompt_token_ids"),
-        prompt_is_token_ids=prompt.get("is_token_ids"),
+        prompt_token_ids=tokens.get("prompt_token_ids"),
+        prompt_is_token_ids=tokens.get("is_token_ids"),
         mm_features=[SimpleNamespace(modality=name, mm_position=each) for name in places for each in places[name]],
     )
-    bind_request(request, context.input_processor, engine.markers)
+    with messages_of(prompt):
+        bind_request(request, context.input_processor, engine.markers)
     params.extra_args = request.sampling_params.extra_args
 
 

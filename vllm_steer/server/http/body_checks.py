@@ -26,9 +26,12 @@ _THREADS = 2
 _MAX_BODIES = 16
 """Bodies that are read or wait at one time."""
 _FULL = "this server already reads {} large bodies; retry later, or send less"
+_BUSY = "this server already serves {} requests for modules and global steering; retry later"
 _REGISTRY_THREADS = 4
 _MAX_REGISTRY_CALLS = 32
 """Calls of the registry's routes that run or wait at one time."""
+_MAX_CLEARING_CALLS = 1024
+"""Like it, of the route that clears global steering."""
 
 
 class BodyChecks:
@@ -78,5 +81,10 @@ def body_checks() -> BodyChecks:
 @cache
 def registry_calls() -> BodyChecks:
     """Return the pool for the registry's routes; a slow database takes no thread from the bodies of completions."""
-    full = "already serves {} requests for modules and global steering; retry later"
-    return BodyChecks(_REGISTRY_THREADS, _MAX_REGISTRY_CALLS, "registry", f"this server {full}")
+    return BodyChecks(_REGISTRY_THREADS, _MAX_REGISTRY_CALLS, "registry", _BUSY)
+
+
+@cache
+def clearing_calls() -> BodyChecks:
+    """Return the pool that clears global steering: no call that hangs, and no full queue, can keep steering on."""
+    return BodyChecks(_THREADS, _MAX_CLEARING_CALLS, "registry", _BUSY)

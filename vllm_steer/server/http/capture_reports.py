@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from vllm_steer.capture import CapturedRequest, CaptureResult
+from vllm_steer.capture.files.tensors import encode_request
 from vllm_steer.server.capture_store import CaptureFormat
 from vllm_steer.server.http.request_context import RERUN, RequestContext
 from vllm_steer.server.http.result_waiter import wait_for
-from vllm_steer.server.http.row_encoding import encode_file, encode_inline
 
 RESULTS_FIELD = "capture_results"
 MIN_INLINE_REPORT_BYTES = 64 << 10
@@ -82,7 +82,7 @@ async def _build_report(result: CaptureResult, inline_bytes: int, store: StoreRe
         if data.num_bytes <= inline_bytes and inline_bytes > 0:
             small = data.num_bytes <= SMALL_BYTES
             return {**report, "sites": encode_inline(data) if small else await asyncio.to_thread(encode_inline, data)}
-        return {**report, **await store(data.num_bytes, lambda: encode_file(data), "safetensors")}
+        return {**report, **await store(data.num_bytes, lambda: b"".join(encode_request(data)), "safetensors")}
     if _is_short(data):
         return {**report, "data": data}
     try:
@@ -92,6 +92,14 @@ async def _build_report(result: CaptureResult, inline_bytes: int, store: StoreRe
     if len(text) <= max(inline_bytes, MIN_INLINE_REPORT_BYTES):
         return {**report, "data": data}
     return {**report, **await store(len(text), text.encode, "json")}
+
+
+def encode_inline(captured: CapturedRequest) -> dict[str, dict[str, Any]]:
+    """Return the rows as ``{point: {layer: rows}}``."""
+    sites: dict[str, dict[str, Any]] = {}
+    for (point, layer), rows in captured.sites.items():
+        sites.setdefault(point, {})[str(layer)] = rows.to_json()
+    return sites
 
 
 def is_small(reports: Mapping[str, Mapping[str, Any]]) -> bool:

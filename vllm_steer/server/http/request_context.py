@@ -166,7 +166,7 @@ def record_prompt(original: Callable[..., int], serving: Any, prompt: Any, *args
     set_prompt_len(length)
     context = current_request.get()
     if context is not None and isinstance(prompt, Mapping):
-        context.prompt = prompt.get("decoder_prompt", prompt)
+        context.prompt = prompt
         context.input_processor = getattr(getattr(serving, "engine_client", None), "input_processor", None)
     return length
 
@@ -192,9 +192,7 @@ def track_sample(output_processor: Any, request: Any) -> None:
         return
     sample.listener = Choice(context, number)
     if context.dynamic and not context.closed and sample.readouts is not None:
-        model_name = "" if context.engine is None else context.engine.model_name
-        no_trace = RERUN if number in context.readouts else None
-        context.readouts[number] = ReadoutFeed(state, model_name, no_trace)
+        context.readouts[number] = ReadoutFeed(state, RERUN if number in context.readouts else None)
 
 
 class Choice(NamedTuple):

@@ -226,7 +226,7 @@ def _body(form: type[msgspec.Struct], **binary: Schema) -> Schema:
 MODULE_BODY: Schema = _body(
     ModuleForm,
     **{
-        kind: {"schema": {"type": "string", "format": "binary", "description": "A module's safetensors file."}}
+        kind: {"schema": {"type": "string", "format": "binary", "description": "A module's or a vector file."}}
         for kind in BINARY
     },
 )

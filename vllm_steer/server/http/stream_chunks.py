@@ -45,6 +45,7 @@ class CompletionChoice(_Choice, kw_only=True):
     stop_reason: int | str | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType | None = UNSET
+    weight_versions: Any = UNSET  # 0.33
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -71,6 +72,7 @@ class ChatChoice(_Choice, kw_only=True):
     finish_reason: str | UnsetType | None = UNSET
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType | None = UNSET
+    weight_versions: Any = UNSET  # 0.33
 
     @property
     def tool_calls(self) -> list[Any]:
@@ -116,6 +118,7 @@ class CompletionChunk(_Chunk, kw_only=True):
     usage: Any = UNSET
     system_fingerprint: str | UnsetType | None = UNSET
     metrics: Any = UNSET
+    kv_transfer_params: Any = UNSET  # 0.33
 
 
 class ChatChunk(_Chunk, kw_only=True):
@@ -133,3 +136,4 @@ class ChatChunk(_Chunk, kw_only=True):
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_text: str | UnsetType | None = UNSET
     metrics: Any = UNSET
+    kv_transfer_params: Any = UNSET  # 0.33

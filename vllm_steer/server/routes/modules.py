@@ -7,7 +7,6 @@ duplicate keys. The OpenAPI document takes the schemas from :mod:`vllm_steer.ser
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path, Query
@@ -19,11 +18,11 @@ from vllm_steer.registry.metadata import METADATA_KEYS
 from vllm_steer.registry.module import CONTENT_KEYS
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
-from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.request.scalars import shown
+from vllm_steer.request.strict_json import parse_json
 from vllm_steer.server.auth.current_key import current_key, require
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.http.body_checks import registry_calls
+from vllm_steer.server.http.body_checks import clearing_calls, registry_calls
 from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import BINARY, JSON, MODULE_BODY, SET_BODY
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
@@ -34,7 +33,9 @@ _SET_KEYS = ("base", "prefill", "decode", "edits", "modules", "replace")
 
 Name = Annotated[str, Path(description="Name of a module, or `name@sha256:...` for one of its versions.")]
 Data = Annotated[bool, Query(description="Include the vectors in the response.")]
-FileName = Annotated[str | None, Query(description="Name of the module in a safetensors body. JSON bodies use `name`.")]
+FileName = Annotated[
+    str | None, Query(description="Name of the module, if the body is a file. JSON bodies use `name`.")
+]
 
 
 def add_module_routes(app: FastAPI, registry: SteeringRegistry) -> None:
@@ -60,7 +61,7 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
         if media_type == JSON:
             return await registry_calls().run(_register_json, registry, body, name)
         if name is None:
-            raise SteeringError("name", "is missing; a safetensors body is named in the query: ?name=...")
+            raise SteeringError("name", "is missing; the module of a file is named in the query: ?name=...")
         return await registry_calls().run(registry.register_file, name, body)
 
     @router.get("/modules", summary="List modules", openapi_extra=requires(Right.READ))
@@ -91,8 +92,7 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
     @router.post("/clear", summary="Clear global steering", openapi_extra=requires(Right.GLOBAL))
     async def clear_steering(request: Request) -> GlobalSteering:
         """Clear global steering for requests admitted from now on. The body has no fields."""
-        # Not in the pool, so that a full queue cannot keep steering on.
-        return await asyncio.to_thread(_clear_json, registry, await read_body(request, max_body))
+        return await clearing_calls().run(_clear_json, registry, await read_body(request, max_body))
 
     @router.get("/set", summary="Get global steering", openapi_extra=requires(Right.READ))
     async def get_steering(data: Data = False) -> GlobalSteering:

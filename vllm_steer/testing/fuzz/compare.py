@@ -166,8 +166,6 @@ def _compare_rows(
         return f"capture has sites {list(got.rows)}, expected {list(right.rows)}"
     form = None if request.capture is None else request.capture.reduce
     reduced = form in ("mean", "last")
-    # The error of a projection scales with the norm of the row, which is larger than the projection.
-    allowed = tolerance.row * (20 if form == "directions" else 1)
     for (point, layer), (positions, rows) in got.rows.items():
         expected_positions, expected = right.rows[point, layer]
         readout = layer == READOUT
@@ -187,10 +185,10 @@ def _compare_rows(
         scale = expected.norm(dim=1).clamp(min=1.0)
         # NaN compares as false, so it counts as different.
         distance = (rows - expected).norm(dim=1) / scale
-        if form is None and not readout and int((~(distance <= allowed)).sum()) <= max(len(rows) // 20, 1):
-            limit = tolerance.outlier
-        else:
-            limit = 20 * tolerance.row if readout else allowed
+        # The error of a projection scales with the norm of the row, which is larger than the projection.
+        limit = tolerance.row * (20 if readout or form == "directions" else 1)
+        if (form is None or readout) and int((~(distance <= limit)).sum()) <= max(len(rows) // 20, 1):
+            limit *= tolerance.outlier / tolerance.row
         bad = (~(distance <= limit)).nonzero().flatten().tolist()
         if bad:
             where = "reduced" if reduced and not readout else f"position {positions[bad[0]]}"

@@ -146,7 +146,8 @@ class Session:
     def _compare_with_stock(self, requests: list[Request], settings: Settings) -> dict[str, str]:
         """Compare plain requests bit by bit: batched with steered ones, and in stock vLLM with the same batches.
 
-        Batches are equal only if scheduling does not depend on steering: no cache, no preemption, no aborts, no stops.
+        Batches are equal only if scheduling does not depend on steering: no cache, no preemption, no aborts, no stops,
+        and no lens, whose rows the output layer multiplies together with those of the sampler.
         """
         uncontended = Settings(
             engine={
@@ -158,7 +159,12 @@ class Session:
             # Room for every site of every token of a step, and for all requests at once.
             steering={"capture_rows": 1 << 15, "capture_mib": 1 << 20, **with_points(self.points)},
         )
-        mixed = [msgspec.structs.replace(request, abort_after=None, stops=[]) for request in requests]
+        mixed = [
+            msgspec.structs.replace(
+                request, abort_after=None, stops=[], readouts=[each for each in request.readouts if not each.is_lens]
+            )
+            for request in requests
+        ]
         stripped = [
             msgspec.structs.replace(request, edits=[], globally=[], capture=None, readouts=[], module=False)
             for request in mixed

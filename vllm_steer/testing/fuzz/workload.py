@@ -120,6 +120,10 @@ class ReadoutCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """``sigmoid`` or ``cosine`` for a probe, an activation for one with a hidden layer, ``projections`` or ``sae``;
     empty for a plain probe or a lens."""
 
+    @property
+    def is_lens(self) -> bool:
+        return bool(self.top_k) and not self.form
+
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One request and its arrival.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's style score, on the standard library's code and prose, which its weights were not chosen on."""
+"""The style score, on the standard library's code and prose, which its weights were not chosen on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo import prompts, style
 from tests.demo.train import prose, python_code
+from tests.docs import style
 
 MODULES = (argparse, configparser, difflib, logging, mailbox, statistics, textwrap)
-LENGTH = 300  # characters, about what the demo generates
+LENGTH = 300  # characters, about what an example generates
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +78,3 @@ def test_score_is_in_the_unit_interval(text: str) -> None:
 def test_blank_text_scores_one_half() -> None:
     """Catches an empty continuation that counts as code or as prose."""
     assert style.score("") == style.score(" \n\t") == 0.5
-
-
-@pytest.mark.parametrize("opening", prompts.CODE)
-def test_code_openings_are_code(opening: str) -> None:
-    """Catches an opening in the wrong list, which would weaken the vector."""
-    assert style.score(opening) > 0.5
-
-
-@pytest.mark.parametrize("opening", prompts.PROSE)
-def test_prose_openings_are_prose(opening: str) -> None:
-    """Catches an opening in the wrong list, which would weaken the vector."""
-    assert style.score(opening) < 0.5
-
-
-def test_lists_are_balanced() -> None:
-    """Catches a repeated opening or lists of unequal length, which would bias the vector."""
-    assert len(set(prompts.CODE)) == len(set(prompts.PROSE)) == len(prompts.CODE) == len(prompts.PROSE)
-    assert not set(prompts.NEUTRAL) & {*prompts.CODE, *prompts.PROSE}

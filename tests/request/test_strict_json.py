@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.registry import strict_json
-from vllm_steer.registry.strict_json import parse_json
+from vllm_steer.request import strict_json
+from vllm_steer.request.strict_json import parse_json
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
     score = logistic(sum of weight x feature)
 
 The features are shares, so the score does not depend on a text's length. The weights are round numbers chosen by hand;
-tests/demo/test_style.py checks them on code and prose.
+tests/docs/test_style.py checks them on code and prose.
 """
 
 from __future__ import annotations

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readouts of one sample while it runs, as arrays and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from vllm_steer.capture import row_receiver, step_rows
+from vllm_steer.capture.readout_stream import ReadoutStream
+from vllm_steer.capture.row_assembler import RowAssembler
+from vllm_steer.capture.row_payload import RECORDS
+from vllm_steer.capture.row_receiver import RowReceiver
+from vllm_steer.capture.step_rows import RowIndex, StepRows
+from vllm_steer.program.part import CompiledPart
+from vllm_steer.program.program import Program
+from vllm_steer.program.readouts import CompiledReadout
+
+IDS = ("other", "own")
+PROMPT = 3
+PROBE = CompiledReadout("p", True, 2, 1, (0,), 0.0, False, "all")
+
+
+class Sample:
+    """The second of two requests; a record has the number of its request, its position and a version."""
+
+    padding = 2
+    """Columns of other requests of the step, whose records are wider."""
+
+    def __init__(self, *readouts: CompiledReadout, drop: bool = False) -> None:
+        self.program = Program(1, 8, (), (), (), (), readouts=readouts)
+        self.width, self.drop = self.program.layout.width, drop
+        self.receiver = RowReceiver()
+        self.assemblers = {name: RowAssembler(4, 8, torch.float32) for name in IDS}
+        for name, assembler in self.assemblers.items():
+            self.receiver.add_request(name, assembler)
+        self.stream = ReadoutStream(self.program, self.assemblers["own"], PROMPT)
+
+    def step(self, start: int, count: int = 1, version: int = 0) -> None:
+        records = [[0.0, 100 * r + start + i, version] for r in range(2) for i in range(count)]
+        self.add(start, [record[: self.width] for record in records])
+
+    def add(self, start: int, records: list[list[float]]) -> None:
+        count = len(records) // 2
+        records = [[*record, *[0.0] * self.padding] for record in records]
+        index = RowIndex(IDS, ((self.width + self.padding,),) * 2, RECORDS)
+        data = np.array(records, np.float32).view(np.uint8)
+        self.receiver.add_step(StepRows(index, np.full(2, start), np.full(2, count), data))
+
+    def text(self, forwarded: int) -> bytes:
+        return self.stream.next_json(self.receiver, "own", forwarded, drop=self.drop)
+
+    def take(self, forwarded: int) -> Any:
+        """Return the new positions of the probe and their values."""
+        probe = json.loads(self.text(forwarded) or b"{}").get("p", {"positions": [], "values": []})
+        return probe["positions"], [value - 100 for value in probe["values"]]
+
+
+@pytest.fixture(params=[True, False], ids=["dropped", "kept"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """Return a sample whose records are dropped after they were read, as in a stream without captures, or kept."""
+    return Sample(PROBE, drop=request.param)
+
+
+def test_every_value_is_read_once(sample: Sample) -> None:
+    """Catches values of another request, of another token, or read twice."""
+    sample.step(0, 4)
+    assert sample.take(4) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    sample.step(4)
+    assert sample.take(5) == ([4], [4])
+    assert sample.take(5) == ([], [])
+    sample.step(5)
+    sample.step(6)
+    assert sample.take(7) == ([5, 6], [5, 6])
+
+
+def test_unconfirmed_records_wait(sample: Sample) -> None:
+    """Catches (1) values of rejected drafts and (2) values lost because they arrive ahead of their output."""
+    sample.step(0, 3)
+    assert sample.take(1)[0] == [0]
+    sample.add(2, [[0.0, 0.0]] * 3 + [[0.0, 102.5], [0.0, 103.0], [0.0, 104.0]])
+    assert sample.take(4) == ([1, 2, 3], [1, 2.5, 3])
+    sample.add(4, [[0.0, 0.0], [0.0, 104.5]])
+    assert sample.take(5) == ([4], [4.5])
+
+
+def test_recomputed_positions_are_skipped(sample: Sample) -> None:
+    """Catches positions that a preempted request streams a second time, and an older value that wins."""
+    sample.step(0, 4)
+    assert sample.take(4)[0] == [0, 1, 2, 3]
+    sample.step(0, 5)
+    assert sample.take(5) == ([4], [4])
+    sample.step(5)
+    sample.add(5, [[0.0, 0.0], [0.0, 105.5]])
+    assert sample.take(6) == ([5], [5.5])
+
+
+def test_values_survive_a_full_buffer(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches values lost or out of order when the buffer is emptied, and when the request has finished."""
+    sample.step(0, 2)
+    assert sample.take(1)[0] == [0]
+    monkeypatch.setattr(row_receiver, "MAX_BYTES", 0)
+    sample.step(2)
+    monkeypatch.undo()
+    sample.step(3)
+    sample.receiver.finish_request("own")
+    assert sample.take(4) == ([1, 2, 3], [1, 2, 3])
+    assert sample.take(5) == ([], [])
+
+
+def test_one_new_token_is_not_assembled(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a pass over arrays for each event of each stream, and kept records that are lost for the trace."""
+    sample.step(0, 3)
+    assert sample.take(3)[0] == [0, 1, 2]
+    with monkeypatch.context() as patched:
+        patched.setattr(RowReceiver, "flush", lambda *_: pytest.fail("assembled"))
+        for position in (3, 4, 5):
+            sample.step(position)
+            assert sample.take(position + 1) == ([position], [position])
+    sample.receiver.flush("own")
+    whole = sample.stream.whole(6)["p"].positions.tolist()
+    assert whole == ([] if sample.drop else [0, 1, 2, 3, 4, 5])
+
+
+def heads() -> list[CompiledReadout]:
+    """Return readouts of every kind; some return other tokens."""
+    change = msgspec.structs.replace
+    return [
+        change(PROBE, name='p"%b'),
+        change(PROBE, name="generated", tokens="generated"),
+        change(PROBE, name="two", scalar=False, vectors=(0, 1)),
+        change(PROBE, name="lens", scalar=False, vectors=(), head="lens", top_k=2, layers=(1, 3)),
+        change(PROBE, name="sae", scalar=False, vectors=(), head="sae:a", top_k=2, layers=(1,), tokens=[[4, 5]]),
+    ]
+
+
+def test_json_of_every_kind() -> None:
+    """Catches token ids as floats, layers in one list, values beside the wrong indices, and a template that differs."""
+    record = [0.0, 0.5, 1.5, 2.5, 3.5, 7.0, 3.0, -0.5, -1.5, 2.0, 9.0, -0.25, -4.0, 7.0, -1.0, 2.5, 0.0]
+    head = {"token_ids": [[[7, 3], [2, 9]]], "logprobs": [[[-0.5, -1.5], [-0.25, -4.0]]]}
+    expected = {
+        'p"%b': {"values": [0.5]},
+        "generated": {"values": [1.5]},
+        "two": {"values": [[2.5, 3.5]]},
+        "lens": head,
+        "sae": {"indices": [[7, -1]], "values": [[2.5, 0.0]]},
+    }
+    formatted, assembled = Sample(*heads()), Sample(*heads())
+    assembled.receiver.record_json = lambda *_, **__: None  # type: ignore[method-assign]
+    for each in (formatted, assembled):
+        each.add(0, [record] * 2 * 2)
+        assert list(json.loads(each.text(2))) == ['p"%b', "two", "lens"]
+    for position in range(2, 6):
+        for each in (formatted, assembled):
+            each.add(position, [record] * 2)
+        text = formatted.text(position + 1)
+        assert text == assembled.text(position + 1)
+        names = [
+            name for name in expected if (name != "generated" or position >= 3) and (name != "sae" or position == 4)
+        ]
+        assert json.loads(text) == {name: {"positions": [position], **expected[name]} for name in names}
+    assert text.index(b"lens") > text.index(b"two")
+
+
+@pytest.mark.parametrize("assembled", [False, True])
+def test_tokens_outside_of_a_part(assembled: bool) -> None:
+    """Catches values of tokens outside of the part of the output to which a readout is restricted."""
+    own = Sample(PROBE, msgspec.structs.replace(PROBE, name="part", parts=(CompiledPart("", 7, 8, False, False),)))
+    (column,) = own.program.layout.parts.values()
+    own.add(0, [[0.0] * own.width] * 2)
+    own.text(1)
+    if assembled:
+        own.receiver.record_json = lambda *_, **__: None  # type: ignore[method-assign]
+    for position in (1, 2):
+        record = [0.0] * own.width
+        record[column] = float(position == 2)
+        own.add(position, [record] * 2)
+        assert list(json.loads(own.text(position + 1))) == (["p", "part"] if position == 2 else ["p"])
+
+
+def test_numbers_of_a_step_are_formatted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches numbers that are formatted for each request, and texts that differ from those of single records."""
+    encoded: list[int] = []
+    encode = msgspec.json.encode
+    monkeypatch.setattr(step_rows, "_encode", lambda numbers: encoded.append(len(numbers)) or encode(numbers))
+    rows = np.random.default_rng(0).standard_normal((200, 20), dtype="f4")
+    rows[7, :3] = np.nan, np.inf, -0.0
+    names = tuple(f"r{i}" for i in range(200))
+    index = RowIndex(names, ((20,),) * 200, RECORDS)
+    whole = StepRows(index, np.arange(200), np.ones(200, np.int64), rows.view(np.uint8))
+    for i in (7, *range(200)):
+        assert b"[" + b",".join(whole.record_json(f"r{i}", i) or ()) + b"]" == encode(rows[i].tolist())
+    assert sum(encoded) == 200 * 20 and max(encoded) <= 1024
+    assert whole.record_json("r7", 8) is None and whole.record_json("absent", 7) is None

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the content of a vector file to vectors at our hook points. What a file does not tell has to be given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_LAYERS
+from vllm_steer.points import POINT_NAMES, PointName
+from vllm_steer.request.scalars import read_choice, shown
+from vllm_steer.site_names import find_foreign_site, site
+from vllm_steer.vectors.containers import Container, open_container
+from vllm_steer.vectors.formats import FORMATS, VectorFormat
+
+_CONVERT = "vllm-steer convert FILE OUT.safetensors"
+_SAE_TENSORS = frozenset(("W_enc", "W_dec", "w_enc", "w_dec", "encoder.weight", "decoder.weight"))
+_DIRECTION = re.compile(r"direction\.([0-9]{1,9})")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+class Choice(NamedTuple):
+    """What a user says about a file."""
+
+    format: str | None = None
+    """A name in `FORMATS`."""
+    layers: tuple[int, ...] = ()
+    """Layer of the file's vector, or those of its layers to take, in our numbering."""
+    point: str | None = None
+    """Hook point of vectors that have none in the file."""
+
+
+class VectorFile(NamedTuple):
+    """Vectors of a file at our hook points."""
+
+    vectors: dict[tuple[PointName, int], Any]
+    """Vectors by hook point and layer."""
+    model: str | None
+    provenance: dict[str, str]
+
+
+class _Entry(NamedTuple):
+    """A vector of a file, with the number of its layer or its site, as far as the file has them."""
+
+    name: str
+    vector: Any
+    number: int | None = None
+    site: tuple[PointName, int] | None = None
+
+
+class _Found(NamedTuple):
+    formats: tuple[str, ...]
+    """Formats that the content can have."""
+    entries: list[_Entry]
+    model: object = None
+    about: Mapping[str, object] = {}
+
+
+def read_vectors(data: bytes, choice: Choice = Choice()) -> VectorFile:  # noqa: B008 - immutable
+    """Return the vectors of a file of another tool.
+
+    Args:
+        data: Content of the file. Its kind is recognised by the first bytes, its format by keys and names.
+        choice: What the file does not tell, or which of its layers to take.
+
+    Raises:
+        SteeringError: The file is damaged or not a vector file, or does not tell where its vectors belong.
+    """
+    found = _find(open_container(data))
+    name = _choose(found.formats, choice.format)
+    vectors: dict[tuple[PointName, int], Any] = {}
+    for entry in _placed(found.entries, name, choice):
+        if entry.site is None or not 0 <= entry.site[1] < MAX_LAYERS:
+            raise SteeringError(f"file.{shown(entry.name)}", f"has no layer here: {FORMATS[name].numbering}")
+        if entry.site in vectors:
+            raise SteeringError(f"file.{shown(entry.name)}", f"is a second vector at {entry.site}; remove one of them")
+        vectors[entry.site] = _single_row(entry.vector)
+    about = {"format": name, "numbering": FORMATS[name].numbering, **found.about}
+    texts = {key: value if isinstance(value, str) else shown(value) for key, value in about.items()}
+    return VectorFile(vectors, found.model if isinstance(found.model, str) else None, texts)
+
+
+def _choose(formats: tuple[str, ...], given: str | None) -> str:
+    if given is not None and read_choice(given, FORMATS, "format", what="a format") not in formats:
+        raise SteeringError("format", f"{given} does not fit the file, which has the content of {' or '.join(formats)}")
+    if given is None and len(formats) > 1:
+        meanings = "; ".join(f"--format {name}: {FORMATS[name].numbering}" for name in formats)
+        raise SteeringError("file", f"can mean several things; choose with {_CONVERT} and {meanings}")
+    return given or formats[0]
+
+
+def _placed(entries: list[_Entry], name: str, choice: Choice) -> list[_Entry]:
+    """Return the entries with their sites, those of the chosen layers only if any are."""
+    form, layers = FORMATS[name], choice.layers
+    point = None if choice.point is None else read_choice(choice.point, POINT_NAMES, "point", what="a hook point")
+    named = {form.point} if form.point else {entry.site[0] for entry in entries if entry.site}
+    _check_told(name, form, layers, point, named)
+    at = form.point or point
+    if name == "vector":
+        placed = [entry._replace(number=layers[0]) for entry in entries]
+    else:
+        placed = entries[1:-1] if name == "hidden-states" else entries
+    placed = [
+        entry._replace(site=(at, entry.number + form.offset)) if at and entry.number is not None else entry
+        for entry in placed
+    ]
+    has = {entry.site[1] for entry in placed if entry.site}
+    if missing := [layer for layer in layers if layer not in has]:
+        raise SteeringError("layer", f"{missing[0]} is not in the file, which has {shown(sorted(has))}")
+    return [entry for entry in placed if not layers or (entry.site and entry.site[1] in layers)]
+
+
+def _check_told(
+    name: str, form: VectorFormat, layers: tuple[int, ...], point: PointName | None, named: set[PointName]
+) -> None:
+    """Raise SteeringError unless file and user together tell layers and hook point, and do not differ."""
+    needed = " --layer N" * (form.needs_layer and not layers)
+    needed += "" if named or point else f" --point {'|'.join(POINT_NAMES)}"
+    if needed:
+        raise SteeringError("file", f"has the format {name}: {form.numbering}; tell it with {_CONVERT}{needed}")
+    if named and point and named != {point}:
+        raise SteeringError("point", f"is {point}, but the file has {' and '.join(sorted(named))}; omit it")
+    if name == "vector" and len(layers) > 1:
+        raise SteeringError("layer", f"names {len(layers)} layers, but the file has one vector; give one layer")
+
+
+def _single_row(vector: Any) -> Any:
+    """Return a vector without a leading axis of one row."""
+    has_rows = isinstance(vector, (list, np.ndarray)) and len(vector) == 1 and isinstance(vector[0], (list, np.ndarray))
+    return vector[0] if has_rows else vector
+
+
+def _find(container: Container) -> _Found:
+    """Return what a file can be."""
+    content = container.content
+    if container.kind == "gguf":
+        return _find_gguf(container)
+    if container.kind == "json":
+        return _find_json(content)
+    if isinstance(content, dict) and len(content) == 1 and not re.search(r"[0-9]|W_|w_|weight", next(iter(content))):
+        content = next(iter(content.values()))
+    if isinstance(content, np.ndarray):
+        return _find_array(content)
+    if not content:
+        raise SteeringError("file", "has no tensors")
+    if _SAE_TENSORS & content.keys():
+        raise SteeringError("file", "is a sparse autoencoder; start the server with --steering-sae NAME=FOLDER")
+    if all(_NUMBER.fullmatch(name) for name in content):
+        return _Found(("layers",), [_Entry(name, value, int(name)) for name, value in content.items()])
+    return _Found(("sites",), [_Entry(name, value, site=_site(name, name)) for name, value in content.items()])
+
+
+def _find_array(array: np.ndarray) -> _Found:
+    if array.ndim == 1 or (array.ndim == 2 and len(array) == 1):
+        return _Found(("vector",), [_Entry("vector", array)])
+    if array.ndim != 2 or len(array) > MAX_LAYERS + 1:
+        expected = "a vector is [H], vectors of layers are [layers, H]"
+        raise SteeringError("file", f"has a tensor of shape {shown(list(array.shape))}; {expected}")
+    rows = [_Entry(f"row {number}", row, number) for number, row in enumerate(array)]
+    return _Found(("hidden-states", "rows"), rows)
+
+
+def _site(name: object, field: object) -> tuple[PointName, int]:
+    """Return the site that a name means exactly."""
+    foreign = find_foreign_site(name) if isinstance(name, str) else None
+    if foreign is not None and not foreign.name.accepted:
+        raise SteeringError(f"file.{shown(field)}", f"{shown(name)} {foreign.problem}")
+    try:
+        return site(str(name))
+    except SteeringError as error:
+        raise SteeringError(f"file.{shown(field)}", error.problem) from None
+
+
+def _find_gguf(container: Container) -> _Found:
+    values = {key: value for key, (_, value) in container.fields.items()}
+    if (kind := values.get("general.architecture")) != "controlvector":
+        raise SteeringError("file", f"is a GGUF file of {shown(kind)}; only controlvector is read")
+    if extended := next((key for key in values if key.startswith("glp.")), None):
+        raise SteeringError(f"file.{shown(extended)}", "is of an extension of control vectors that is not supported")
+    entries = []
+    for name, vector in container.content.items():
+        if (match := _DIRECTION.fullmatch(name)) is None:
+            raise SteeringError(f"file.{shown(name)}", "is not the direction of a layer; expected direction.N")
+        entries.append(_Entry(name, vector, int(match[1])))
+    generated = container.fields.get("controlvector.layer_count", ("",))[0] == "INT32"
+    formats = ("control-vector", "cvector-generator") if generated else ("control-vector",)
+    return _Found(formats, entries, values.get("controlvector.model_hint"))
+
+
+def _find_json(content: Mapping[str, Any]) -> _Found:
+    if isinstance(directions := content.get("directions"), dict) and directions:
+        for name, value in directions.items():
+            if not _NUMBER.fullmatch(name):
+                raise SteeringError(f"file.directions.{shown(name)}", "is not the number of a layer")
+            if isinstance(value, list) and len(value) > 1 and isinstance(value[0], list):
+                problem = f"has {len(value)} rows, whose meaning is not in the file; only one is read"
+                raise SteeringError(f"file.directions.{name}", problem)
+        entries = [_Entry(f"directions.{name}", value, int(name)) for name, value in directions.items()]
+        return _Found(("svec",), entries, content.get("model_type"))
+    field, hook = "hookName", content.get("hookName")
+    if hook is None and "hookType" in content:
+        field, hook = "hookType", f"blocks.{shown(content.get('layerNumber'))}.{content['hookType']}"
+    vector = content.get("values", content.get("vector"))
+    if hook is None or vector is None:
+        keys = ", ".join(map(shown, list(content)[:5]))
+        raise SteeringError("file", f"is JSON with the keys {keys}, by which no format of vectors is recognised")
+    named = {
+        "label": content.get("label", content.get("vectorLabel")),
+        "default_strength": content.get("defaultSteerStrength", content.get("vectorDefaultSteerStrength")),
+    }
+    about = {key: value for key, value in named.items() if value is not None}
+    return _Found(("neuronpedia",), [_Entry("vector", vector, site=_site(hook, field))], content.get("modelId"), about)
