@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make demo``: steer a chat model from sad to happy, offline and over HTTP, in a few minutes on a CPU.
 
-    python demo/run.py              writes texts and numbers to demo/out/demo.json
-    python demo/run.py --record     also to benchmarks/results/demo.json, from which the README derives
+    python -m demo.run              writes texts and numbers to demo/out/demo.json
+    python -m demo.run --record     also to benchmarks/results/demo.json, from which the README derives
 
 The demo fails if an effect is missing or within that of random directions, or if steered text is incoherent.
 """

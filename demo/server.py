@@ -94,18 +94,25 @@ def three_answers(client: OpenAI, direction: Direction, doses: tuple[float, floa
 
 
 def monitor(client: OpenAI, question: str, probe: Direction, show: Callable[[str, float], None]) -> Values:
-    """Stream an answer with the probe's score of each token, and call ``show`` with each piece and its score."""
+    """Stream an answer with the probe's score of each token, and call ``show`` with each piece and its score.
+
+    A token's score comes with the event of the next token, because the model runs on it only then. The last has none.
+    """
     packed = probe.probe()
     readout = {**packed, "probe": pack_vector(packed["probe"])}
     found: Values = {"prompt": question, "text": "", "scores": []}
+    waiting = ""
     for chunk in ask(client, question, STREAMED_TOKENS, stream=True, readouts={"mood": readout}):
         for choice in chunk.choices:
             piece, readouts = choice.delta.content or "", getattr(choice, "readouts", None) or {}
             scores = readouts.get("mood", {}).get("values", [])
             found["text"] += piece
             found["scores"] += scores
-            if piece and scores:
-                show(piece, scores[-1])
+            if scores:
+                show(waiting, scores[-1])
+                waiting = ""
+            waiting += piece
+    show(f"{waiting}\n", 0.0)
     return found
 
 

@@ -5,7 +5,7 @@
     python scripts/overlay.py
     PYTHONPATH=build/newest:. python -m pytest tests/compat
 
-The version is that of the extra ``cuda``, whose wheel has kernels for GPUs only. The folder has everything else of that
+The extra ``cuda`` names the version, whose wheel has kernels for GPUs only. The folder has everything else of that
 wheel, links to the compiled files of the installed vLLM, metadata that say ``+cpu``, and what the version requires and
 the environment lacks, except packages for GPUs. The environment is not changed. Does nothing if the folder is complete.
 """

@@ -74,19 +74,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 _PRELOAD = os.environ.get("LD_PRELOAD")
+# Spelt out, because the package is imported only after the environment is set.
+SET_BY_FLAGS = ("VLLM_STEER_CAPTURE_CONSUMERS", "VLLM_STEER_CONTROLLER", "VLLM_STEER_REGISTRY")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Undo what an engine in this process does to the environment of the processes that later tests start.
+    """Undo what engines and flags in this process do to the environment of later tests.
 
     vLLM's CPU platform adds to LD_PRELOAD with every engine (``platforms/cpu.py``); a shell then complains on stderr,
-    and after many engines Python cannot load torch.
+    and after many engines Python cannot load torch. Flags that a test parses would give later tests its registry.
     """
     if _PRELOAD is None:
         os.environ.pop("LD_PRELOAD", None)
     else:
         os.environ["LD_PRELOAD"] = _PRELOAD
+    for name in SET_BY_FLAGS:
+        os.environ.pop(name, None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

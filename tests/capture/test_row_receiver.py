@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 from vllm_steer.capture import row_receiver, step_rows
 from vllm_steer.capture.row_assembler import RowAssembler, RowChunk
-from vllm_steer.capture.row_payload import ROWS_REQUEST_ID, encode_missing_reason, encode_step
+from vllm_steer.capture.row_payload import RECORDS, ROWS_REQUEST_ID, encode_missing_reason, encode_step
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.capture.step_rows import RowIndex, StepRows, merge_steps
 
@@ -113,6 +113,18 @@ def test_buffer_is_bounded(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "ab":
         assert b"".join(chunk.rows for chunk in front.finish(name)) == expected(name, 0, 10).rows
     assert front.receiver.num_bytes == 0
+
+
+def test_the_newest_record_stays_in_a_full_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a full buffer that is emptied with the step that the events of all streams read next."""
+    monkeypatch.setattr(row_receiver, "MAX_STEPS", 3)
+    receiver, assembler = RowReceiver(), RowAssembler(0, 0, torch.float32)
+    receiver.add_request("a", assembler)
+    for position in range(8):
+        record = np.array([[0, position]], dtype=np.float32).view(np.uint8)
+        index = RowIndex(("a",), ((2,),), RECORDS)
+        receiver.add_step(StepRows(index, np.array([position]), np.array([1]), record))
+        assert receiver.record_json("a", position, take=False) == [b"0.0", b"%d.0" % position]
 
 
 def test_chunks_own_their_memory() -> None:

@@ -6,13 +6,16 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from demo import texts
+from demo import server, texts
 from demo.checks import STEPS, checks
+from demo.directions import Direction
 from demo.measures import perplexities
 from demo.run import MODEL, RECORD
 from demo.study import choose
@@ -159,6 +162,22 @@ def test_perplexity_needs_the_generated_tokens_only() -> None:
 
     output = Given(prompt_token_ids=[1, 2], outputs=[Given(token_ids=[3, 4])])
     assert perplexities(Engine(), [[output], [output]]) == pytest.approx([2.718281828] * 2)
+
+
+def test_a_streamed_score_belongs_to_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches scores that are printed with the next token, and a first or last piece that is not printed."""
+
+    def event(piece: str, *values: float) -> Any:
+        readouts = {"mood": {"values": list(values)}} if values else None
+        return SimpleNamespace(choices=[SimpleNamespace(delta=SimpleNamespace(content=piece), readouts=readouts)])
+
+    events = [event(""), event("a"), event(" sad", 0.1), event(" end", -2.0), SimpleNamespace(choices=[])]
+    monkeypatch.setattr(server, "ask", lambda *arguments, **fields: events)
+    probe = Direction(1, np.ones(4, np.float32) / 2, 1.0, np.zeros(4, np.float32), 1.0)
+    shown: list[tuple[str, float]] = []
+    found = server.monitor(None, "?", probe, lambda *each: shown.append(each))  # type: ignore[arg-type]
+    assert shown == [("a", 0.1), (" sad", -2.0), (" end\n", 0.0)]
+    assert (found["text"], found["scores"]) == ("a sad end", [0.1, -2.0])
 
 
 def test_texts_that_are_shown_have_no_part_in_a_choice() -> None:

@@ -45,7 +45,7 @@ UNTAPPED = {**NOTED, "enforce_eager": False, "steering_config": {"plain_code": T
 @pytest.fixture(scope="module", autouse=True)
 def no_ahead_of_time_compilation() -> Iterator[None]:
     """Compile on the first call: ahead-of-time compilation needs Inductor's output, which this backend lacks."""
-    # What other files of this process left: code compiled without guards would be run, cached variables be read.
+    # Other files may have left code that was compiled without guards, and cached variables, in this process.
     torch._dynamo.reset()
     envs.disable_envs_cache()
     with pytest.MonkeyPatch.context() as patch:

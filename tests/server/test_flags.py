@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.conftest import SET_BY_FLAGS
 from vllm_steer.config import (
     SCHEDULER_CLS,
     WORKER_CLS,
@@ -24,18 +25,10 @@ from vllm_steer.limits import ENGINE_LIMITS, MAX_BODY_MIB
 from vllm_steer.server.apply_flags import MIDDLEWARE, apply_flags
 from vllm_steer.server.flags import add_flags
 from vllm_steer.server.settings import capture_store_name, max_body_bytes, store_limits
-from vllm_steer.settings import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, SETTINGS, SWITCHES, Switch
+from vllm_steer.settings import CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, REGISTRY_VARIABLE, SETTINGS, SWITCHES, Switch
 
 SIZES = [limit.flag for limit in (*ENGINE_LIMITS.values(), MAX_BODY_MIB)]
 OF_CAPTURE = ["--capture-inline-kib", "--capture-store-mib", "--capture-expiry-s"]
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the environment variables that flags set."""
-    for name in (CONSUMERS_VARIABLE, REGISTRY_VARIABLE):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
 
 
 def server_parser(middleware: bool = True) -> argparse.ArgumentParser:
@@ -375,3 +368,9 @@ def test_refuses_wrong_databases(url: str, said: str, capsys: pytest.CaptureFixt
 def test_refuses_wrong_modules(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a server that starts without a module from its command line."""
     assert said in error_of(capsys, *words)
+
+
+def test_no_test_inherits_what_flags_have_set() -> None:
+    """Catches a registry of an earlier test in the engines of later ones, which failed by the order of the files."""
+    assert set(SET_BY_FLAGS) == {CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, REGISTRY_VARIABLE}
+    assert not os.environ.keys() & set(SET_BY_FLAGS)

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from tests.registry.modules import module, registry
 from vllm_steer.cli.main import app
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_EDITS
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.module_files import write_module
@@ -211,6 +212,22 @@ def test_an_archive_is_not_decompressed_beyond_the_limit(monkeypatch: pytest.Mon
     for data in (file.getvalue(), npy(np.zeros(1 << 20, np.float32))):
         with pytest.raises(SteeringError, match="at most"):
             read_vector_file(data)
+
+
+def test_an_archive_expands_in_proportion_to_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches uploads that take a thousand times their size, and entries that are counted after they are read."""
+    monkeypatch.setattr("vllm_steer.vectors.containers._EXPANDED_BYTES", 1 << 10)
+    file, many = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("layers.1.npy", npy(np.zeros(1 << 20, np.float32)))
+    with pytest.raises(SteeringError, match="after decompression"):
+        read_vector_file(file.getvalue())
+    with zipfile.ZipFile(many, "w") as archive:
+        for number in range(2 * MAX_EDITS + 1):
+            archive.writestr(f"{number}.npy", b"")
+    monkeypatch.setattr(zipfile, "ZipFile", None)
+    with pytest.raises(SteeringError, match="tensors; at most"):
+        read_vector_file(many.getvalue())
 
 
 @cache

@@ -27,7 +27,7 @@ class Readouts:
     values: FloatArray
     """float32 ``[n]`` for a probe, ``[n, k]`` for projections and ``sae``, ``[n, layers, k]`` for ``lens``.
 
-    Over HTTP, NaN stands for all numbers that are not finite."""
+    Over HTTP, infinite numbers become NaN."""
     indices: npt.NDArray[np.int32] | None = None
     """int32 in the shape of ``values``, largest value first: features of ``sae`` (-1 if fewer than k are active), or
     tokens of ``lens``; None for other readouts."""

@@ -92,7 +92,7 @@ class RowAssembler:
         return part, len(self._chunks)
 
     def drop(self, num_chunks: int) -> None:
-        """Drop the first chunks, which nobody reads any more."""
+        """Drop the first chunks, which are not read again."""
         del self._chunks[:num_chunks]
 
     def records(self, forwarded: int) -> tuple[IntArray, npt.NDArray[np.float32]]:

@@ -81,7 +81,7 @@ class RowReceiver:
         return outputs[num_rows_outputs:]
 
     def record_json(self, request_id: str, position: int, *, take: bool) -> list[bytes] | None:
-        """Return each number of a request's newest record as JSON if it is that of a position; otherwise None.
+        """Return each number of a request's newest record as JSON; None if the record is of another position.
 
         Hot path: without the lock, because steps are added in the caller's thread, and none is dropped by another
         thread while this request collects.
@@ -135,16 +135,15 @@ class RowReceiver:
                 self.add_step(decode_step(parameters, rows))
 
     def add_step(self, step: StepRows) -> None:
-        """Add the rows of one step."""
+        """Add the rows of one step, after splitting the buffered ones if they leave no room: `record_json` reads it."""
         with self._lock:
-            self._steps.append(step)
-            self._size += step.rows.nbytes
-            if self._size > MAX_BYTES or len(self._steps) > self._max_steps:
+            if self._steps and (self._size + step.rows.nbytes > MAX_BYTES or len(self._steps) >= self._max_steps):
                 for request_id in list(self._assemblers):
                     self.flush(request_id)
                 self._clear()
-            else:
-                self._on_size(self._size)
+            self._steps.append(step)
+            self._size += step.rows.nbytes
+            self._on_size(self._size)
 
     def _forget(self, request_id: str) -> None:
         with self._lock:

@@ -49,7 +49,7 @@ def read_module(data: bytes) -> tuple[Module, ModuleMetadata]:
     Raises:
         SteeringError: The file is damaged or does not contain a valid module.
     """
-    header = _header(data)
+    header = read_header(data)
     metadata = header.pop("__metadata__", {})
     for key in metadata:
         if key not in _FILE_METADATA_KEYS:
@@ -114,7 +114,8 @@ def write_module(module: Module, metadata: ModuleMetadata = ModuleMetadata()) ->
     return data
 
 
-def _header(data: bytes) -> dict[str, Any]:
+def read_header(data: bytes) -> dict[str, Any]:
+    """Return the header of a safetensors file; raise SteeringError for one that is damaged or has too many tensors."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise SteeringError("file", "is not a safetensors file: it is shorter than its header states")

@@ -12,7 +12,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.extras import install_hint
 from vllm_steer.registry.metadata import METADATA_KEYS, ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import CONTENT_KEYS, EDITS, PROBES, Module, parse_module
-from vllm_steer.registry.module_files import MLP_PROBES, read_module, write_module
+from vllm_steer.registry.module_files import MLP_PROBES, read_header, read_module, write_module
 from vllm_steer.request.strict_json import parse_json
 from vllm_steer.vectors import Choice, read_vectors
 from vllm_steer.vectors.containers import MAX_FILE_BYTES, kind_of
@@ -69,8 +69,7 @@ def _read(data: bytes, choice: Choice) -> tuple[Module, ModuleMetadata]:
 
 
 def _is_module(data: bytes) -> bool:
-    header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")], "file")
-    names = [name for name in header if name != "__metadata__"]
+    names = read_header(data).keys() - {"__metadata__"}
     return not names or any(name.partition(".")[0] in _TENSOR_PREFIXES for name in names)
 
 

@@ -28,13 +28,15 @@ from vllm_steer.request.vector import PACKED_DTYPES, from_bytes
 
 Kind = Literal["gguf", "safetensors", "npy", "npz", "json", "pickle", "unknown"]
 MAX_FILE_BYTES = 2 << 30
+_EXPANDED_BYTES, _EXPANSION = 64 << 20, 8
+"""Bytes that any archive may have after decompression, or as a multiple of its size: numbers hardly compress."""
 _MAX_GGUF_READS = 100_000
 """Numbers and texts of a header; 4096 tensors have 25,000."""
 TORCH_HINT = (
     "convert it in Python: t = torch.load(FILE, weights_only=True); t = t if isinstance(t, dict) else {'vector': t}; "
     "safetensors.torch.save_file({str(k): v.contiguous() for k, v in t.items()}, OUT)"
 )
-"""What to do with a pickled file. Such a file can have tensors for the layers, or one tensor."""
+"""Advice for a pickled file, which can have tensors for the layers, or one tensor."""
 _DAMAGE = (
     *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, RuntimeError),
     *(SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error, safetensors.SafetensorError),
@@ -134,11 +136,15 @@ def _npy(data: bytes) -> np.ndarray:
 
 
 def _open_npz(data: bytes) -> Container:
+    # Before the library makes an object of each entry: the number of signatures that begin one.
+    if (count := data.count(b"PK\x01\x02")) > 2 * MAX_EDITS:
+        raise SteeringError("file", f"has {count} tensors; at most {MAX_EDITS} are read")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         _check_count(members)
-        if (size := sum(member.file_size for member in members)) > MAX_FILE_BYTES:
-            raise SteeringError("file", f"has {size} bytes after decompression; at most {MAX_FILE_BYTES} are read")
+        limit = min(MAX_FILE_BYTES, max(_EXPANDED_BYTES, _EXPANSION * len(data)))
+        if (size := sum(member.file_size for member in members)) > limit:
+            raise SteeringError("file", f"has {size} bytes after decompression; at most {limit} are read of this file")
         arrays = {member.filename.removesuffix(".npy"): _npy(archive.read(member)) for member in members}
     return Container("npz", arrays)
 

@@ -24,12 +24,12 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 class Choice(NamedTuple):
-    """What a user says about a file."""
+    """Facts about a file that its user gives."""
 
     format: str | None = None
     """A name in `FORMATS`."""
     layers: tuple[int, ...] = ()
-    """Layer of the file's vector, or those of its layers to take, in our numbering."""
+    """Layer of the file's only vector, or the layers to take from the file, in our numbering."""
     point: str | None = None
     """Hook point of vectors that have none in the file."""
 
@@ -94,7 +94,7 @@ def _choose(formats: tuple[str, ...], given: str | None) -> str:
 
 
 def _placed(entries: list[_Entry], name: str, choice: Choice) -> list[_Entry]:
-    """Return the entries with their sites, those of the chosen layers only if any are."""
+    """Return the entries with their sites; if layers are chosen, only the entries of these layers."""
     form, layers = FORMATS[name], choice.layers
     point = None if choice.point is None else read_choice(choice.point, POINT_NAMES, "point", what="a hook point")
     named = {form.point} if form.point else {entry.site[0] for entry in entries if entry.site}

@@ -22,14 +22,6 @@ from vllm_steer.server.auth import key_file_watcher
 from vllm_steer.server.auth.key_file import edit_keys, read_keys
 from vllm_steer.server.auth.keys import PREFIX, find_key, generate_key, hash_secret
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.settings import REGISTRY_VARIABLE
-
-
-@pytest.fixture(autouse=True)
-def no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the environment variable that flag parsing sets."""
-    monkeypatch.setenv(REGISTRY_VARIABLE, "")
-    monkeypatch.delenv(REGISTRY_VARIABLE)
 
 
 @pytest.fixture

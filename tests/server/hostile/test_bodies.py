@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations and bodies of many kinds, on servers with parsers, keys and the interface of a peer.
 
-The model is that of the demo, with the tokens of chat templates added.
+The model is ``demo/model``, with the tokens of chat templates added.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def test_the_length_of_a_text_is_checked_before_it_is_tokenised() -> None:
 
     async def run() -> None:
         runner, tokenizer = runner_of(Engine("fcfs")), Tokenizer()
-        runner.__dict__["_tokenizer"] = tokenizer
+        runner.__dict__["tokenizer"] = tokenizer
         assert runner.encode("x" * 4 * MAX_MODEL_LEN, True) == [1]
         with pytest.raises(SteeringError, match="has 257 characters"):
             runner.encode("x" * (4 * MAX_MODEL_LEN + 1), True)

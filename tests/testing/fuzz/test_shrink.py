@@ -24,7 +24,7 @@ def smallest(request: Request) -> Request:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_property_can_be_removed(seed: int) -> None:
-    """Catches a new field of a case that stays in every finding, and a form that is no valid request."""
+    """Catches a new field of a case that stays in every finding, and an invalid form of a request."""
     for request in draw_requests(np.random.default_rng(seed), 30, FACTS):
         found = smallest(request)
         assert msgspec.to_builtins(found) == {"name": request.name, "prompt": found.prompt, "max_tokens": 1}

@@ -185,7 +185,7 @@ def convert_options(offered: type[Any], options: Mapping[str, Any], field: str) 
     Args:
         offered: The class of a consumer or a controller.
         options: Values by name.
-        field: Path of the options, for errors; they are written as in flags if it begins with that of a flag.
+        field: Path of the options, for errors; a path of a flag makes errors name the options as in flags.
 
     Raises:
         SteeringError: An option is unknown, missing or invalid.

@@ -147,7 +147,7 @@ class Session:
         """Compare plain requests bit by bit: batched with steered ones, and in stock vLLM with the same batches.
 
         Batches are equal only if scheduling does not depend on steering: no cache, no preemption, no aborts, no stops,
-        and no lens, whose rows the output layer multiplies together with those of the sampler.
+        and no lens, because the output layer multiplies its rows and the sampler's in one product.
         """
         uncontended = Settings(
             engine={
