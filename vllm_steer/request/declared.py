@@ -8,8 +8,9 @@ msgspec decodes and checks a correct value in one call. It refuses another one w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -96,7 +97,7 @@ def _read_fields(form: type[T], value: Any, field: str) -> T:
     for each in declared:
         path = join(field, each.encode_name)
         if each.encode_name in value:
-            given[each.name] = read_value(each.type, value[each.encode_name], path)
+            given[each.name] = reader(each.type)(value[each.encode_name], path)
         elif each.required:
             raise SteeringError(path, f"is missing{extra(each.type).get('missing', '')}")
     try:
@@ -110,25 +111,27 @@ def extra(kind: Any) -> dict[str, Any]:
     return {key: value for meta in kind.__metadata__ for key, value in (meta.extra or {}).items()}
 
 
-def read_value(kind: Any, value: Any, path: str, bounds: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Return ``value``, read as an annotated type with these bounds; raise SteeringError if it has another one."""
+def reader(kind: Any, bounds: Mapping[str, Any] = MappingProxyType({})) -> Callable[[Any, str], Any]:
+    """Return the function that reads a value as an annotated type with these bounds.
+
+    It takes the value and its path, and raises SteeringError if the value has another type.
+    """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        inner = {"low": args[1].ge, "high": args[1].le, **extra(kind)}
-        return inner["read"](value, path) if "read" in inner else read_value(args[0], value, path, inner)
+        own = {"low": args[1].ge, "high": args[1].le, **extra(kind)}
+        return own["read"] if "read" in own else reader(args[0], own)
     if origin in (Union, UnionType):  # the only unions are those with null
-        return None if value is None else read_value(args[0], value, path, bounds)
+        inner = reader(args[0], bounds)
+        return lambda value, path: None if value is None else inner(value, path)
     if origin is Literal:
-        return read_choice(value, args, path, aliases=bounds.get("aliases", {}))
-    if kind is float:
-        return read_number(value, path)
+        return lambda value, path: read_choice(value, args, path, aliases=bounds.get("aliases", {}))
     if kind is int:
-        return read_integer(value, bounds["low"], bounds["high"], path, bounds.get("what", ""))
-    if kind is bool:
-        return read_flag(value, path)
+        return lambda value, path: read_integer(value, bounds["low"], bounds["high"], path, bounds.get("what", ""))
+    if kind in (float, bool):
+        return read_number if kind is float else read_flag
     if isinstance(kind, type) and issubclass(kind, Declared):
-        return read(kind, value, path)
-    return kind.parse(value, path) if hasattr(kind, "parse") else value  # other types are read by __post_init__
+        return partial(read, kind)
+    return getattr(kind, "parse", lambda value, path: value)  # other types are read by __post_init__
 
 
 def json_schema(form: Any) -> Schema:

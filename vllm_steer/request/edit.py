@@ -4,6 +4,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -16,7 +17,7 @@ from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS_FLAG, PointNa
 from vllm_steer.request.arguments import suggest_arguments
 from vllm_steer.request.capture_source import VECTOR_FIELD, CapturedRows, is_captured, refuse_names, rows_of
 from vllm_steer.request.condition import Condition, WhenInput, read_when
-from vllm_steer.request.declared import Number, any_of, extra, form_of, read_value
+from vllm_steer.request.declared import Number, any_of, extra, form_of, reader
 from vllm_steer.request.matrix import (
     Matrix,
     MatrixForm,
@@ -295,18 +296,19 @@ class Edit:
         if place is None and not definition.finds_site:
             raise SteeringError("point", f"is missing; use one of {', '.join(POINT_NAMES)}")
         given: dict[str, Any] = {"low": low, "high": high, "sae": sae, "feature": feature, "set": set, "add": add}
-        given |= {"vector": None if vector is _NO_VECTOR else vector, "strength": strength, "subspace": subspace}
+        given |= {"vector": None if vector is _NO_VECTOR else vector, "subspace": subspace}
         if definition.either and sum(given[name] is not None for name in definition.either) != 1:
             names = " or ".join(definition.either)
             raise SteeringError(definition.either[0], f"give either {names}, and only one of them")
+        for name in definition.vectors + definition.required:
+            if given[name] is None:
+                raise SteeringError(name, f"is missing; {definition.name} needs {extra(_TYPES[name])['needs']}")
         for name, value in given.items():
             if value is not None and name not in definition.params:
                 takers = ", ".join(other.name for other in KINDS.values() if name in other.params)
                 raise SteeringError(name, f"is not a parameter of {definition.name}, only of {takers}; omit it")
-            if value is None and name in (*definition.vectors, *definition.required):
-                raise SteeringError(name, f"is missing; {definition.name} needs {extra(_TYPES[name])['needs']}")
-            if name not in ("vector", "subspace") and (value is not None or name == "strength"):
-                given[name] = read_value(_TYPES[name], value, name)
+            if value is not None and name in _READERS:
+                given[name] = _READERS[name](value, name)
         if definition.check is not None:
             definition.check(given)
         omitted = definition.finds_site and named_layer is None and layers is None
@@ -319,7 +321,7 @@ class Edit:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
         given |= {"kind": definition.name, "point": place, "layers": places, "tokens": Selector.parse(tokens)}
         given |= {"vector": _NO_VECTOR if given["vector"] is None else given["vector"], "when": conditions}
-        given["live"] = None if live is None else read_value(_TYPES["live"], live, "live")
+        given |= {name: _READERS[name](value, name) for name, value in (("strength", strength), ("live", live))}
         for name, value in given.items():
             object.__setattr__(self, name, value)
         if self.num_rows is not None:
@@ -342,13 +344,11 @@ class Edit:
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments that make an equal edit, without those that are absent."""
-        values = ((name, getattr(self, name)) for name in ARGUMENTS)
-        empty = (None, (), _NO_VECTOR)
-        return {name: value for name, value in values if not any(value is each for each in empty)}
+        values = zip(ARGUMENTS, _VALUES(self), strict=True)
+        return {name: value for name, value in values if id(value) not in _ABSENT}
 
     def _content(self) -> tuple[object, ...]:
-        values = self._arguments().items()
-        return tuple((k, v.shape, v.tobytes()) if isinstance(v, np.ndarray) else (k, v) for k, v in values)
+        return tuple((v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for v in _VALUES(self))
 
     def __eq__(self, other: object) -> bool:
         return self._content() == other._content() if isinstance(other, Edit) else NotImplemented
@@ -371,6 +371,9 @@ _TYPES = get_type_hints(Edit, include_extras=True)
 EditForm: Any = form_of(Edit)
 """JSON form of an edit."""
 ARGUMENTS: tuple[str, ...] = EditForm.__struct_fields__
+_VALUES = attrgetter(*ARGUMENTS)
+_ABSENT = frozenset(map(id, (None, (), _NO_VECTOR)))
+_READERS = {name: reader(_TYPES[name]) for name in ("strength", "low", "high", "sae", "feature", "set", "add", "live")}
 
 
 def _to_wire(value: Any) -> object:
