@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import msgspec
 import pytest
 
 import vllm_steer
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName, columns_of, points_on
 from vllm_steer.program import instructions
-from vllm_steer.request import KINDS, CaptureSpec, Edit, EditKind, KindName
-from vllm_steer.request.capture_form import CaptureForm
-from vllm_steer.request.edit import EditForm
+from vllm_steer.request import KINDS, Edit, EditKind, KindName
 from vllm_steer.request.request_fields import request_schemas
 from vllm_steer.request.selector import NAMED, SelectorName
 
@@ -136,15 +133,6 @@ except ValueError:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(("cls", "form"), [(Edit, EditForm), (CaptureSpec, CaptureForm)])
-def test_constructors_take_the_fields_of_their_forms(cls: type, form: type) -> None:
-    """Catches an argument that the JSON form, and with it the OpenAPI document, lacks, or with another default."""
-    arguments = {n: p.default for n, p in inspect.signature(cls).parameters.items() if n != "options"}
-    declared = {f.name: f.default if f.default is not msgspec.NODEFAULT else inspect.Parameter.empty
-                for f in msgspec.structs.fields(form)}  # fmt: skip
-    assert arguments == declared
 
 
 def test_encoded_edits_conform_to_the_form() -> None:

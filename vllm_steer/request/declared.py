@@ -162,7 +162,8 @@ def json_schema(form: Any) -> Schema:
 def form_of(cls: type, *omitted: str, closed: bool = True) -> Any:
     """Return the JSON form of a class whose attributes are the arguments of its constructor, as a msgspec type.
 
-    Types, bounds and descriptions are those of the annotated attributes, defaults those of the arguments.
+    Types, bounds and descriptions are those of the annotated attributes, defaults those of the arguments. Attributes
+    with `any_of` have these forms instead of their types.
 
     Args:
         cls: The class.
@@ -171,7 +172,7 @@ def form_of(cls: type, *omitted: str, closed: bool = True) -> Any:
     """
     types, arguments = get_type_hints(cls, include_extras=True), inspect.signature(cls).parameters
     fields: list[Any] = [
-        (name, types[name], *(() if each.default is each.empty else (each.default,)))
+        (name, _form_type(types[name]), *(() if each.default is each.empty else (each.default,)))
         for name, each in arguments.items()
         if name not in omitted
     ]
@@ -179,6 +180,11 @@ def form_of(cls: type, *omitted: str, closed: bool = True) -> Any:
     return msgspec.defstruct(
         cls.__name__, fields, kw_only=True, forbid_unknown_fields=closed, namespace={"__doc__": text}
     )
+
+
+def _form_type(kind: Any) -> Any:
+    given = any(_ANY_OF in (meta.extra_json_schema or {}) for meta in kind.__metadata__)
+    return Annotated[(Any, *kind.__metadata__)] if given else kind
 
 
 def any_of(*forms: Any) -> msgspec.Meta:

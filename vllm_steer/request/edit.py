@@ -31,7 +31,7 @@ from vllm_steer.request.references import Name
 from vllm_steer.request.scalars import is_integer, read_choice, shown
 from vllm_steer.request.selector import OPEN_END, Selector, TokensForm, TokensInput, plain_positions
 from vllm_steer.request.sites import NAMES_LISTED, Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
-from vllm_steer.request.vector import Vector, VectorInput, pack_array, parse_vector
+from vllm_steer.request.vector import Vector, VectorInput, parse_vector, to_builtins
 
 KindName = Literal["add", "add_normed", "ablate", "clamp", "replace", "feature"]
 
@@ -142,9 +142,10 @@ _NO_VECTOR: Vector = np.frombuffer(b"", np.float32)
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Edit:
-    """An edit of the residual stream, validated on construction and immutable.
+    """An edit of the residual stream.
 
-    All arguments other than ``kind`` are keyword-only. Equality and hash are by content.
+    It is validated on construction and immutable. All arguments other than ``kind`` are keyword-only. Equality and hash
+    are by content.
 
     In requests, an edit is a JSON object with the arguments as keys.
 
@@ -340,7 +341,7 @@ class Edit:
 
     def to_wire(self) -> dict[str, object]:
         """Return the JSON form with the vector and the subspace packed."""
-        return {name: _to_wire(value) for name, value in self._arguments().items()}
+        return {name: to_builtins(value) for name, value in self._arguments().items()}
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments that make an equal edit, without those that are absent."""
@@ -374,15 +375,6 @@ ARGUMENTS: tuple[str, ...] = EditForm.__struct_fields__
 _VALUES = attrgetter(*ARGUMENTS)
 _ABSENT = frozenset(map(id, (None, (), _NO_VECTOR)))
 _READERS = {name: reader(_TYPES[name]) for name in ("strength", "low", "high", "sae", "feature", "set", "add", "live")}
-
-
-def _to_wire(value: Any) -> object:
-    """Return an argument of an edit in JSON types."""
-    if isinstance(value, np.ndarray):
-        return pack_array(value)
-    if isinstance(value, tuple):
-        return [_to_wire(each) for each in value]
-    return value.to_wire() if hasattr(value, "to_wire") else value
 
 
 def _summary(value: object) -> str:

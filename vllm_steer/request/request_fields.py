@@ -15,7 +15,7 @@ import msgspec
 
 from vllm_steer.limits import MAX_READOUTS, MAX_STOPS
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.request.capture_form import CaptureForm
+from vllm_steer.request.capture import CaptureForm
 from vllm_steer.request.condition import Stop
 from vllm_steer.request.declared import Schema, any_of, json_schema
 from vllm_steer.request.edit import EditForm
@@ -62,7 +62,7 @@ class RequestForm(msgspec.Struct, kw_only=True):
     steering: EditsForm
     steering_modules: Annotated[ReferencesForm, msgspec.Meta(min_length=1)]
     capture: Annotated[
-        dict[str, CaptureForm],
+        dict[str, Annotated[Any, any_of(CaptureForm)]],
         msgspec.Meta(min_length=1, description="Rows of the residual stream to capture, by consumer."),
     ]
     readouts: Annotated[
