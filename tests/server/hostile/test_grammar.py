@@ -7,9 +7,10 @@ other bodies for ten minutes, and then also fails if another client waits longer
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import threading
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import httpx
@@ -22,6 +23,8 @@ from tests.server.hostile.grammar import encoded, requests
 MINUTES = float(os.environ.get("HOSTILE_MINUTES", "0"))
 STANDSTILL = 0.2
 """Seconds that another client may wait, beyond the time in which Python parses the body, as vLLM does."""
+ATTEMPTS = 3
+"""Times that a body may be sent until no other client waits longer."""
 
 
 def find_fault(response: httpx.Response, stream: bool) -> str | None:
@@ -40,23 +43,38 @@ def find_fault(response: httpx.Response, stream: bool) -> str | None:
     return None
 
 
-class Watch(threading.Thread):
-    """A client that measures how long an answer without work takes."""
+class Watch:
+    """A client in a process of its own, which the GIL of this one cannot delay, that measures how long answers take."""
 
     def __init__(self, url: httpx.URL) -> None:
-        super().__init__(daemon=True)
-        self.longest, self._url, self._ended = 0.0, url, threading.Event()
+        self._pipe, far = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(target=measure, args=(str(url), far), daemon=True)
+        self._process.start()
+        self.restart()
 
-    def run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=60) as client:
-            while not self._ended.wait(0.005):
-                started = time.monotonic()
-                client.get("/version")
-                self.longest = max(self.longest, time.monotonic() - started)
+    def restart(self) -> float:
+        """Return the longest wait in seconds since the last call, and begin anew."""
+        self._pipe.send(None)
+        longest: float = self._pipe.recv()
+        return longest
 
     def end(self) -> None:
-        self._ended.set()
-        self.join()
+        self._process.terminate()
+        self._process.join()
+
+
+def measure(url: str, pipe: Connection) -> None:
+    """Ask for an answer without work, again and again; send the longest wait when the pipe asks for it."""
+    longest = 0.0
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while True:
+            started = time.monotonic()
+            client.get("/version")
+            longest = max(longest, time.monotonic() - started)
+            if pipe.poll(0.005):
+                pipe.recv()
+                pipe.send(longest)
+                longest = 0.0
 
 
 @pytest.mark.failure(14)
@@ -70,20 +88,23 @@ def test_bodies_by_grammar(client: httpx.Client) -> None:
         if MINUTES and time.monotonic() > deadline:
             return
         data = encoded(body)
-        if watch is not None:
-            watch.longest = 0.0
-        response = client.post(route, content=data, headers={"content-type": "application/json"}, timeout=120)
-        fault = find_fault(response, bool(isinstance(body, dict) and body.get("stream")))
-        assert fault is None, f"{fault}: {route} {data[:2000]!r}: {response.text[:1000]}"
-        if watch is not None:
+        waits: list[float] = []
+        # A standstill that the body causes comes each time; one of the machine does not.
+        while len(waits) < ATTEMPTS:
+            if watch is not None:
+                watch.restart()
+            response = client.post(route, content=data, headers={"content-type": "application/json"}, timeout=120)
+            fault = find_fault(response, bool(isinstance(body, dict) and body.get("stream")))
+            assert fault is None, f"{fault}: {route} {data[:2000]!r}: {response.text[:1000]}"
+            waits.append(0.0 if watch is None else watch.restart())
+            client.post(CLEAR)
             started = time.monotonic()
             httpx.Response(200, content=data).json()
             allowed = STANDSTILL + time.monotonic() - started
-            assert watch.longest <= allowed, f"{watch.longest:.3f} s: {route} {data[:2000]!r}"
-        client.post(CLEAR)
+            if waits[-1] <= allowed:
+                return
+        raise AssertionError(f"waits of {waits} s: {route} {data[:2000]!r}")
 
-    if watch is not None:
-        watch.start()
     try:
         draw = settings(
             max_examples=120,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -70,6 +71,25 @@ def test_cells_run_behind_other_requests(policy: str) -> None:
         assert engine.most > FCFS_CONCURRENCY
     else:
         assert engine.priorities == {0} and engine.most <= FCFS_CONCURRENCY
+
+
+def test_one_thread_at_a_time_compiles_cells() -> None:
+    """Catches cells whose threads hold up the event loop: it waits for each of them after every system call."""
+    running, most = threading.Semaphore(0), []
+
+    class Runner(EngineRunner):
+        def _score_params(self, request: ScoreRequest) -> Any:
+            running.release()
+            time.sleep(0.002)  # lets another thread begin
+            most.append(running._value)
+            running.acquire()
+            return super()._score_params(request)
+
+    async def run() -> list[Score]:
+        runner = Runner(Engine("fcfs"), engine_context(), asyncio.get_running_loop(), lambda runs, size: None)
+        return await asyncio.to_thread(runner.score, REQUESTS)
+
+    assert len(asyncio.run(run())) == len(most) == len(REQUESTS) and max(most) == 1
 
 
 def test_cells_keep_the_limit_of_the_norm() -> None:

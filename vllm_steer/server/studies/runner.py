@@ -114,11 +114,14 @@ class EngineRunner(LocalRunner):
 
     async def _score_all(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         slots = asyncio.Semaphore(len(requests) if self._by_priority else FCFS_CONCURRENCY)
+        # One thread at a time: after each system call, the event loop waits for every thread that wants the GIL.
+        compiling = asyncio.Lock()
 
         async def score(request: ScoreRequest) -> Score:
             async with slots:
                 try:
-                    params = await asyncio.to_thread(self._score_params, request)
+                    async with compiling:
+                        params = await asyncio.to_thread(self._score_params, request)
                     return read_score(await self._generate(request.tokens, params), request)
                 except Exception as error:  # an engine raises errors of many classes
                     return Score(error=str(error) or type(error).__name__, prompt_tokens=len(request.tokens))
