@@ -19,7 +19,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.request import CaptureSpec, Projection, Selector, pack_vector, parse_capture
 from vllm_steer.request.capture import DTYPES, REDUCTIONS, CaptureForm, DtypeName, ReduceName
-from vllm_steer.request.declared import json_schema
+from vllm_steer.request.field_types import json_schema
 from vllm_steer.request.selector import POSITIONS, PositionsName
 
 HOOKS = {"post_block": [12]}

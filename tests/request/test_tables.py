@@ -18,7 +18,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName, columns_of, points_on
 from vllm_steer.program import instructions
 from vllm_steer.request import KINDS, Edit, EditKind, KindName
-from vllm_steer.request.request_fields import request_schemas
+from vllm_steer.request.request_form import request_schemas
 from vllm_steer.request.selector import NAMED, SelectorName
 
 

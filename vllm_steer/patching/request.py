@@ -12,7 +12,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.patching.metrics import MetricName
 from vllm_steer.patching.settings import Ablation
 from vllm_steer.patching.study import SWEEP_DEFAULTS, PatchingStudy
-from vllm_steer.request.declared import any_of
+from vllm_steer.request.field_types import any_of
 from vllm_steer.request.matrix import MatrixForm
 from vllm_steer.request.scalars import closest, shown
 

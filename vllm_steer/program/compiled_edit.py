@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm_steer.program.compiled_part import CompiledPart
 from vllm_steer.program.instructions import KIND_OF
-from vllm_steer.program.part import CompiledPart
 from vllm_steer.program.records import CompiledCondition
 from vllm_steer.request import KINDS, Selector, content_digest
 from vllm_steer.request.selector import Wire

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, CompiledFeature
+from vllm_steer.program.compiled_part import compile_parts
 from vllm_steer.program.instructions import CODES, UNBOUNDED
-from vllm_steer.program.part import compile_parts
 from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.program.readouts import KINDS as KINDS_OF_READOUTS
 from vllm_steer.program.readouts import CompiledMlp, CompiledReadout
@@ -45,7 +45,7 @@ from vllm_steer.request import (
 from vllm_steer.request.condition import condition_source
 from vllm_steer.request.hidden_layer import TOO_LATE, HiddenLayer
 from vllm_steer.request.matrix import orthonormal_basis
-from vllm_steer.request.part import PROMPT_PARTS
+from vllm_steer.request.message_parts import PROMPT_PARTS
 from vllm_steer.request.scalars import FLOAT32_MAX, closest
 from vllm_steer.request.selector import Wire
 from vllm_steer.request.sites import Layers

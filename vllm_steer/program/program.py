@@ -17,8 +17,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_TOP_K
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, edit_digest
+from vllm_steer.program.compiled_part import CompiledPart
 from vllm_steer.program.instructions import KIND_OF, REPLACE
-from vllm_steer.program.part import CompiledPart
 from vllm_steer.program.program_cache import CachedProgram, ProgramCache
 from vllm_steer.program.readouts import LENS, CompiledReadout
 from vllm_steer.program.records import PART, STOP, STOP_COLUMN, TOKEN, CompiledCondition, CompiledStop, RecordLayout

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import msgspec
 
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.program.part import CompiledPart
+from vllm_steer.program.compiled_part import CompiledPart
 from vllm_steer.request import Selector
 from vllm_steer.request.hidden_layer import ACTIVATIONS
 from vllm_steer.request.readout import ReadoutKind as KindName

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
+from vllm_steer.program.compiled_part import MAX_BREAKS, NO_TOKEN, CompiledPart
 from vllm_steer.program.program import Program
 from vllm_steer.program.records import (
     OF_PROMPT,

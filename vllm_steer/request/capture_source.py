@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_WIDTH
-from vllm_steer.request.declared import any_of
+from vllm_steer.request.field_types import any_of
 from vllm_steer.request.scalars import shown
 from vllm_steer.request.selector import OPEN_END, Interval, Selector
 from vllm_steer.request.vector import PackedVector

@@ -17,7 +17,7 @@ from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS_FLAG, PointNa
 from vllm_steer.request.arguments import suggest_arguments
 from vllm_steer.request.capture_source import VECTOR_FIELD, CapturedRows, is_captured, refuse_names, rows_of
 from vllm_steer.request.condition import Condition, WhenInput, read_when
-from vllm_steer.request.declared import Number, any_of, extra, form_of, reader
+from vllm_steer.request.field_types import Number, any_of, extra, form_of, reader
 from vllm_steer.request.matrix import (
     Matrix,
     MatrixForm,

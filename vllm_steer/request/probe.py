@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.request.declared import Declared, Number, any_of, read
+from vllm_steer.request.field_types import Declared, Number, any_of, read
 from vllm_steer.request.hidden_layer import HAS_HIDDEN_LAYER, ActivationName, HiddenLayer
 from vllm_steer.request.matrix import is_matrix
 from vllm_steer.request.scalars import shown

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
-from vllm_steer.request.declared import read
-from vllm_steer.request.part import PARTS, PROMPT_PARTS, PartName, PromptPartName, Span, SpanForm, read_span
+from vllm_steer.request.field_types import read
+from vllm_steer.request.message_parts import PARTS, PROMPT_PARTS, PartName, PromptPartName, Span, SpanForm, read_span
 from vllm_steer.request.scalars import MASK_HINT, did_you_mean, is_integer, read_choice, refuse_repeated, shown
 
 Interval: TypeAlias = tuple[int, int]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.request.declared import any_of
+from vllm_steer.request.field_types import any_of
 from vllm_steer.request.scalars import did_you_mean, is_integer, read_choice, shown
 from vllm_steer.site_names import find_foreign_site
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON form of the fields that a request may have.
 
-The types of the fields are declared beside their checks (:mod:`vllm_steer.request.declared`). The OpenAPI document and
-docs/reference derive from their JSON Schemas.
+The types of the fields are declared beside their checks (:mod:`vllm_steer.request.field_types`). The OpenAPI document
+and docs/reference derive from their JSON Schemas.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vllm_steer.limits import MAX_READOUTS, MAX_STOPS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.request.capture import CaptureForm
 from vllm_steer.request.condition import Stop
-from vllm_steer.request.declared import Schema, any_of, json_schema
 from vllm_steer.request.edit import EditForm
+from vllm_steer.request.field_types import Schema, any_of, json_schema
 from vllm_steer.request.readout import Readout
 from vllm_steer.request.references import ReferencesForm
 from vllm_steer.request.vector import VectorForm

@@ -12,8 +12,8 @@ import pytest
 
 from vllm_steer import LLM, Edit, SteeringError
 from vllm_steer.compat.internals import LLM as VllmLLM
-from vllm_steer.frontend import cpu_faults
-from vllm_steer.frontend.cpu_faults import check_cpu_request
+from vllm_steer.frontend import cpu_unsupported
+from vllm_steer.frontend.cpu_unsupported import check_cpu_request
 from vllm_steer.frontend.live import check_live
 from vllm_steer.llm import _one_thread
 from vllm_steer.program.compiler import compile_program
@@ -40,11 +40,11 @@ def test_refuses_what_the_cpu_build_cannot_serve(
     config: Any, wanted: Any, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches wrong tokens of other requests and a dead engine on CPUs. Negative control: other devices serve it."""
-    monkeypatch.setattr(cpu_faults, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(cpu_unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     with pytest.raises(SteeringError) as refused:
         check_cpu_request(config, wanted)
     assert refused.value.field == field
-    monkeypatch.setattr(cpu_faults, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(cpu_unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     check_cpu_request(config, wanted)
 
 
@@ -59,7 +59,7 @@ def test_refuses_what_the_cpu_build_cannot_serve(
 )
 def test_serves_neighbours_of_refused_requests(config: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a refusal of a request that the CPU build serves."""
-    monkeypatch.setattr(cpu_faults, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(cpu_unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     check_cpu_request(config, wanted)
 
 
