@@ -18,7 +18,7 @@ from vllm_steer.request.projection import NamedProjection, Projection
 from vllm_steer.request.references import parse_probe, read_name
 from vllm_steer.request.scalars import read_integer, shown
 from vllm_steer.request.selector import POSITIONS, PositionListForm, PositionsName, Selector
-from vllm_steer.request.sites import LayerForm, Layers, PointForm, read_layer, read_site
+from vllm_steer.request.sites import LayerForm, Layers, PointForm, read_layer, read_layer_of, read_site
 from vllm_steer.request.vector import PackedVector, VectorForm, parse_vector
 
 READOUTS_FIELD = "readouts"
@@ -185,12 +185,9 @@ class Readout(Declared, frozen=True):
     def _read_layers(self, named: int | None) -> Layers:
         """Return the layers; ``named`` is the one in the name of the point."""
         if self.layers is None:
-            given = named if self.layer is None else self.layer
-            if given is None:
+            layer = read_layer_of(named, self.layer)
+            if layer is None:
                 raise SteeringError("layer", "is missing; give layer, or layers for a lens")
-            layer = read_layer(given, "layer")
-            if named not in (None, layer):
-                raise SteeringError("layer", f"is {layer}, but the point names layer {named}; omit one of them")
             return (layer,)
         if named is not None:
             raise SteeringError("layers", f"must be omitted; the point names layer {named}")

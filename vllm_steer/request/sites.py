@@ -118,6 +118,18 @@ def read_layer(value: object, field: str) -> int:
     return int(value)
 
 
+def read_layer_of(named: int | None, layer: object) -> int | None:
+    """Return the value of a field ``layer`` whose point may have named one already; None if neither is given.
+
+    Raises:
+        SteeringError: ``layer`` is invalid, or differs from ``named``.
+    """
+    checked = named if layer is None else read_layer(layer, "layer")
+    if named not in (None, checked):
+        raise SteeringError("layer", f"is {checked}, but the point names layer {named}; omit one of them")
+    return checked
+
+
 def read_layers(value: object, field: str) -> Layers:
     """Return the layers in ascending order.
 
