@@ -61,7 +61,7 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
     from vllm_steer.models.sae import check_encoder, encoder_bytes
     from vllm_steer.models.sae_site import check_model, models_of
     from vllm_steer.points import points_on
-    from vllm_steer.program.readouts import SAE_PREFIX
+    from vllm_steer.request.readout import SAE_PREFIX
     from vllm_steer.taps.tables import table_bytes, table_shapes
 
     import_architecture(model)

@@ -21,7 +21,7 @@ from vllm_steer.program.compiled_part import CompiledPart, Markers, bound_parts
 from vllm_steer.program.compiler import check_order, compile_mlp
 from vllm_steer.program.feature import FeatureVectors, SaeSite
 from vllm_steer.program.program import Program
-from vllm_steer.program.readouts import SAE_PREFIX, CompiledReadout
+from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.records import TOKEN
 from vllm_steer.program.vector_table import VectorTable
 from vllm_steer.request import Projection, Selector, bytes_of
@@ -29,6 +29,7 @@ from vllm_steer.request.condition import condition_source, stop_source
 from vllm_steer.request.hidden_layer import NO_COSINE, TOO_LATE, HiddenLayer
 from vllm_steer.request.message_parts import IMAGE, PROMPT_PARTS
 from vllm_steer.request.probe import Probe
+from vllm_steer.request.readout import SAE_PREFIX
 from vllm_steer.request.selector import OPEN_END, Wire
 
 

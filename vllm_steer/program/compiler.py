@@ -16,7 +16,6 @@ from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, Compile
 from vllm_steer.program.compiled_part import compile_parts
 from vllm_steer.program.instructions import CODES, UNBOUNDED
 from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
-from vllm_steer.program.readouts import KINDS as KINDS_OF_READOUTS
 from vllm_steer.program.readouts import CompiledMlp, CompiledReadout
 from vllm_steer.program.records import (
     HELD,
@@ -227,10 +226,10 @@ def _compile_readout(name: str, readout: Readout, vectors: VectorTable) -> Compi
     elif isinstance(directions, NamedProjection):
         names = tuple(map(str, directions.probes))
     else:
-        indices = vectors.add_directions(directions, f"readouts.{name}.{readout.kind}")
+        indices = vectors.add_directions(directions, f"readouts.{name}.{readout.kind.name}")
     return CompiledReadout(
         name=name,
-        scalar=KINDS_OF_READOUTS[readout.kind].is_scalar,
+        scalar=readout.kind.is_scalar,
         point=_number_of(readout.point),
         layer=readout.layer or 0,
         vectors=indices,
@@ -238,7 +237,7 @@ def _compile_readout(name: str, readout: Readout, vectors: VectorTable) -> Compi
         sigmoid=bool(readout.sigmoid),
         tokens=_tokens_of(readout.positions),
         probes=names,
-        head=KINDS_OF_READOUTS[readout.kind].head + (readout.sae or ""),
+        head=readout.kind.head + (readout.sae or ""),
         top_k=readout.top_k or 0,
         layers=_layers_of_head(readout),
         cosine=bool(readout.cosine),
@@ -266,7 +265,7 @@ def _find_probe(name: str, readouts: Mapping[str, Readout], numbers: Mapping[str
         raise SteeringError(
             f"{field}.readout", f"{name!r} is not among the request's readouts; {_use_instead(name, numbers)}"
         )
-    if not KINDS_OF_READOUTS[readouts[name].kind].is_scalar:
+    if not readouts[name].kind.is_scalar:
         raise SteeringError(f"{field}.readout", f"{name!r} has several values per token; name a readout with one probe")
     return numbers[name]
 

@@ -20,11 +20,11 @@ from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, edit_di
 from vllm_steer.program.compiled_part import CompiledPart
 from vllm_steer.program.instructions import KIND_OF, REPLACE
 from vllm_steer.program.program_cache import CachedProgram, ProgramCache
-from vllm_steer.program.readouts import LENS, CompiledReadout
+from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.records import PART, STOP, STOP_COLUMN, TOKEN, CompiledCondition, CompiledStop, RecordLayout
 from vllm_steer.request import Selector, content_digest, projection_digest
 from vllm_steer.request.condition import condition_source, stop_source
-from vllm_steer.request.readout import MAX_TOKEN
+from vllm_steer.request.readout import LENS, MAX_TOKEN
 from vllm_steer.request.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
 from vllm_steer.request.selector import Wire
 
