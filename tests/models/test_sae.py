@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -267,6 +268,19 @@ def unclosed_header(folder: Path) -> str:
     return str(folder)
 
 
+def zipped_arrays(*names: str, method: int = zipfile.ZIP_STORED) -> Callable[[Path], str]:
+    def write(folder: Path) -> str:
+        folder.mkdir()
+        with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(folder / "params.npz", "w", method) as archive:
+            for name in names:
+                buffer = io.BytesIO()
+                np.lib.format.write_array(buffer, W)
+                archive.writestr(name, buffer.getvalue())
+        return str(folder)
+
+    return write
+
+
 def encrypted(folder: Path) -> str:
     written = write(folder, "params.npz", {"W_enc": W, **SCOPE})
     data = bytearray((folder / "params.npz").read_bytes())
@@ -305,6 +319,9 @@ def encrypted(folder: Path) -> str:
         (damaged_array, "cannot be read"),
         (encrypted, "cannot be read"),
         (unclosed_header, "cannot be read"),
+        (zipped_arrays("W_enc.npy", "W_enc.npy"), "two arrays with the name W_enc.npy"),
+        (zipped_arrays("W_enc.npy", "W_enc"), "two arrays with the name W_enc"),
+        (zipped_arrays("W_enc.npy", method=zipfile.ZIP_BZIP2), "a compression other than deflate"),
         (short_bias, "b_enc has 19 numbers, expected 20"),
         (long_threshold, "threshold has 40 numbers, expected 20"),
         (quantised, "W_enc of .* must have the dtype F64, F32, F16, BF16, not I8"),

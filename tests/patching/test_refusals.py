@@ -22,6 +22,7 @@ from vllm_steer import SteeringError
 from vllm_steer.client.encoding import to_json
 from vllm_steer.patching import PatchingResult, PatchingStudy, prepare
 from vllm_steer.patching.axes import read_layers, read_positions
+from vllm_steer.patching.file import decode, encode
 from vllm_steer.patching.offline import most_reference
 from vllm_steer.patching.request import StudyForm
 from vllm_steer.patching.settings import read_subspaces
@@ -155,6 +156,11 @@ def test_files_that_are_not_sweeps(tmp_path: Path) -> None:
     result.save(tmp_path / "damaged.safetensors")
     with pytest.raises(SteeringError, match="is damaged: cells has shape"):
         PatchingResult.load(tmp_path / "damaged.safetensors")
+    for name in ("clean", "corrupt", "controls", "random"):
+        result = study().sweep(progress=False)
+        setattr(result, name, np.zeros(3))
+        with pytest.raises(SteeringError, match=rf"is damaged: {name} has shape \[3\]"):
+            decode(encode(result), "answer")
     result.info = replace_version(result)
     result.save(tmp_path / "later.safetensors")
     with pytest.raises(SteeringError, match="has version 9 of the format"):

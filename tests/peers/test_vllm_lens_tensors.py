@@ -60,6 +60,7 @@ def test_dtypes_that_the_form_lacks_are_refused(dtype: torch.dtype) -> None:
         ({"data": "AAAA"}, "has 3 bytes"),
         ({"shape": [2**40, 2**40]}, "the most"),
         ({"shape": [-1]}, "list of sizes"),
+        ({"shape": [0, 2**70], "data": ""}, "the most"),
         ({"original_dtype": "object"}, "is not valid; use one of"),
         ({"original_dtype": "float8_e4m3fn"}, "original_dtype: .* is not valid; use one of"),
         ({"original_dtype": None, "dtype": ">f4"}, "dtype: .* is not valid; use one of"),

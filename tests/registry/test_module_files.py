@@ -115,6 +115,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "offsets negative": (with_header({NAME: tensor(data_offsets=[-32, 0])}), "not a valid"),
     "shape lies": (with_header({NAME: tensor(shape=[9])}), "not a valid"),
     "shape overflows": (with_header({NAME: tensor(shape=[1 << 62, 1 << 62])}), "not a valid"),
+    "dimensions of an empty tensor": (
+        with_header({"mlp_probes.p.weights": tensor(shape=[0, (1 << 64) - 1], data_offsets=[0, 0])}, b""), "has shape",
+    ),
+    "a number": (with_header({NAME: tensor(shape=[], data_offsets=[0, 4])}, b"\0" * 4), "has shape []"),
+    "a text with half of a character": (with_header(b'{"\xed\xa0\x80": 1}'), "JSON"),
     "a hole": (with_header({NAME: tensor()}, b"\0" * 64), "not a valid"),
     "metadata": (with_header({"__metadata__": {"a": 1}, NAME: tensor()}), "metadata"),
     "unknown metadata": (save({NAME: V}, {"sclaes": "{}"}), "sclaes"),

@@ -54,3 +54,10 @@ def test_texts_that_are_not_unicode_are_refused(text: str) -> None:
     with pytest.raises(SteeringError, match="half of a surrogate pair"):
         parse_json(text, "body")
     assert parse_json('["\\ud83d\\ude00", "\\\\ud800"]', "body") == ["\U0001f600", "\\ud800"]
+
+
+def test_halves_of_characters_are_refused_in_bytes() -> None:
+    """Catches a text that the parser decodes from bytes that are not UTF-8, and that no later code can encode."""
+    with pytest.raises(SteeringError, match="cannot be parsed as JSON"):
+        parse_json(b'{"a": "\xed\xa0\x80"}', "body")
+    assert parse_json('{"a": "\U0001f600"}'.encode("utf-16"), "body") == {"a": "\U0001f600"}

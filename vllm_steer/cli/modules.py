@@ -68,10 +68,12 @@ def add(
     """Register a module, or a new version of it."""
     from vllm_steer.errors import SteeringError
     from vllm_steer.registry.vector_files import module_body
+    from vllm_steer.vectors.containers import kind_of, open_container
 
     with connect(url, api_key) as client:
         data = path.read_bytes()
-        if (body := module_body(data)) is not None:
+        body = module_body(open_container(data)) if kind_of(data) == "json" else None
+        if body is not None:
             if body.get("name") not in (None, name):
                 raise SteeringError("name", f"{name} on the command line differs from the name in {path}")
             module = client.register(**{**body, "name": name})

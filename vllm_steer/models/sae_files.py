@@ -177,14 +177,20 @@ def _open_npz(path: Path, field: str, form: str, config: Mapping[str, Any], feat
     shapes: dict[str, tuple[int, ...]] = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            for member in archive.namelist():
-                with archive.open(member) as file:
+            for entry in archive.infolist():
+                member = entry.filename
+                # The library decompresses blocks of other methods whole, and takes the last member of a name.
+                if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise SteeringError(field, f"{member} of {path} has a compression other than deflate")
+                if member.removesuffix(".npy") in shapes:
+                    raise SteeringError(field, f"{path} has two arrays with the name {member}")
+                with archive.open(entry) as file:
                     version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
                     shape, _, dtype = _HEADERS[version](file)
                     needed = file.tell() + math.prod(shape) * dtype.itemsize
                 if dtype.kind != "f":
                     raise SteeringError(field, f"{member} of {path} must contain floating-point numbers, not {dtype}")
-                if (size := archive.getinfo(member).file_size) != needed:
+                if (size := entry.file_size) != needed:
                     raise SteeringError(field, f"{member} of {path} has {size} bytes; its shape {shape} has {needed}")
                 shapes[member.removesuffix(".npy")] = shape
     except SteeringError:

@@ -85,15 +85,14 @@ def load(path: Path) -> PatchingResult:
     except (SafetensorError, msgspec.MsgspecError, TypeError) as error:  # numpy lacks some dtypes of safetensors
         raise SteeringError(str(path), f"is not a file of a patching study: {error}") from None
     info = document.info
-    shape = (len(info.pairs) * info.draws, len(info.points), len(info.layers), len(info.pairs[0].columns), NUM_MEASURES)
     if info.version != VERSION:
         raise SteeringError(str(path), f"has version {info.version} of the format; this release reads {VERSION}")
-    missing = [name for name in (*_ARRAYS, "repeat_cases", "repeats") if name not in arrays]
-    if missing:
-        raise SteeringError(str(path), f"is damaged: it has no array {missing[0]}; run the sweep again")
-    if arrays["cells"].shape != shape:
-        found = list(arrays["cells"].shape)
-        raise SteeringError(str(path), f"is damaged: cells has shape {found}, not {list(shape)}; run the sweep again")
+    for name, shape in _shapes(info, arrays.get("repeat_cases", np.empty(0))).items():
+        if name not in arrays:
+            raise SteeringError(str(path), f"is damaged: it has no array {name}; run the sweep again")
+        if (found := arrays[name].shape) != shape:
+            problem = f"is damaged: {name} has shape {list(found)}, not {list(shape)}; run the sweep again"
+            raise SteeringError(str(path), problem)
     repeats = list(zip(arrays["repeat_cases"].tolist(), arrays["repeats"], strict=True))
     return PatchingResult(
         info,
@@ -109,6 +108,22 @@ def load(path: Path) -> PatchingResult:
         dict(document.control_errors),
         dict(document.not_run),
     )
+
+
+def _shapes(info: SweepInfo, repeat_cases: np.ndarray) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a file's arrays."""
+    columns = len(info.pairs[0].columns) if info.pairs else 0
+    runs, rows, repeats = len(info.pairs) * info.draws, (len(info.points), len(info.layers)), repeat_cases.size
+    cells = (runs, *rows, columns, NUM_MEASURES)
+    return {
+        "cells": cells,
+        "clean": (runs, NUM_MEASURES),
+        "corrupt": (runs, NUM_MEASURES),
+        "controls": (runs, *rows, NUM_MEASURES),
+        "random": cells if info.random_control else (0,),
+        "repeat_cases": (repeats,),
+        "repeats": (repeats, NUM_MEASURES),
+    }
 
 
 def decode(data: bytes, name: str) -> PatchingResult:

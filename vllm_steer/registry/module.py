@@ -22,7 +22,7 @@ from vllm_steer.request import Edit, Vector
 from vllm_steer.request.edit_fields import collect_edits, read_edits, read_vectors
 from vllm_steer.request.probe import Probe
 from vllm_steer.request.references import read_name
-from vllm_steer.request.scalars import shown
+from vllm_steer.request.scalars import shown, shown_name
 from vllm_steer.request.selector import SelectorName
 from vllm_steer.request.vector import pack_array
 
@@ -145,8 +145,7 @@ def parse_module(content: Mapping[str, Any]) -> Module:
     """
     unknown = [key for key in content if key not in CONTENT_KEYS]
     if unknown:
-        key = shown(unknown[0]).strip("'") or "''"
-        raise SteeringError(key, f"unknown module key; use one of {', '.join(CONTENT_KEYS)}")
+        raise SteeringError(shown_name(unknown[0]), f"unknown module key; use one of {', '.join(CONTENT_KEYS)}")
     parts: dict[str, list[tuple[str, Edit]]] = {}  # (path in the request, edit)
     for tier, tokens in TIERS.items():
         if content.get(tier) is not None:

@@ -19,27 +19,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_EDITS
 from vllm_steer.registry.metadata import METADATA_KEYS, ModuleMetadata, parse_metadata
-from vllm_steer.registry.module import EDITS, MAX_PROBES, PROBES, TIERS, Module, parse_module
+from vllm_steer.registry.module import EDITS, PROBES, TIERS, Module, parse_module
 from vllm_steer.request.hidden_layer import ARRAYS as MLP_ARRAYS
 from vllm_steer.request.hidden_layer import HiddenLayer
 from vllm_steer.request.probe import READING
-from vllm_steer.request.scalars import shown
+from vllm_steer.request.scalars import shown, shown_name
 from vllm_steer.request.strict_json import parse_json
-from vllm_steer.request.vector import from_bytes
-from vllm_steer.vectors.containers import DTYPES
+from vllm_steer.vectors.containers import MAX_HEADER_BYTES, Container, open_safetensors
 
-MAX_HEADER_BYTES = 4 << 20
 _SCALES, _ACTIVATIONS = "scales", "activations"
 MLP_PROBES = "mlp_probes"
-_MAX_TENSORS = MAX_EDITS + MAX_PROBES * len(MLP_ARRAYS)
-_TENSOR_KEYS = frozenset({"dtype", "shape", "data_offsets"})
-"""Keys of a tensor in the header; safetensors ignores all others."""
 _FILE_METADATA_KEYS = (*METADATA_KEYS, _SCALES, _ACTIVATIONS, PROBES, EDITS, "format")
 
 
@@ -49,22 +42,24 @@ def read_module(data: bytes) -> tuple[Module, ModuleMetadata]:
     Raises:
         SteeringError: The file is damaged or does not contain a valid module.
     """
-    header = read_header(data)
-    metadata = header.pop("__metadata__", {})
+    return module_of(open_safetensors(data))
+
+
+def module_of(file: Container) -> tuple[Module, ModuleMetadata]:
+    """Return the module in an opened safetensors file; raise SteeringError if it does not contain a valid one."""
+    metadata, tensors = file.fields, dict(file.content)
     for key in metadata:
         if key not in _FILE_METADATA_KEYS:
             raise SteeringError(f"metadata.{shown(key)}", f"unknown key; use one of {', '.join(_FILE_METADATA_KEYS)}")
-    try:
-        tensors = {name: _vector(name, tensor) for name, tensor in safetensors.deserialize(data)}  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError as error:
-        raise SteeringError("file", f"is not a valid safetensors file: {error}") from None
+    for name, tensor in tensors.items():
+        _check_shape(name, tensor)
     activations = _json(metadata, _ACTIVATIONS, dict) or {}
     mlps = _mlp_probes(tensors, activations)
     content = _content(tensors, _json(metadata, _SCALES, dict) or {}, _json(metadata, EDITS, list) or [])
     if mlps:
         probes = content.setdefault(PROBES, {})
         if twice := min(mlps.keys() & probes.keys(), default=None):
-            raise SteeringError(_shown_name(f"{PROBES}.{twice}"), f"is also in {MLP_PROBES}; use another name")
+            raise SteeringError(shown_name(f"{PROBES}.{twice}"), f"is also in {MLP_PROBES}; use another name")
         probes.update(mlps)
     _add_readings(content.get(PROBES, {}), _json(metadata, PROBES, dict) or {})
     provenance = _json(metadata, "provenance", dict)
@@ -114,38 +109,11 @@ def write_module(module: Module, metadata: ModuleMetadata = ModuleMetadata()) ->
     return data
 
 
-def read_header(data: bytes) -> dict[str, Any]:
-    """Return the header of a safetensors file; raise SteeringError for one that is damaged or has too many tensors."""
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > len(data) - 8:
-        raise SteeringError("file", "is not a safetensors file: it is shorter than its header states")
-    if size > MAX_HEADER_BYTES:
-        raise SteeringError("file", f"has a header of {size} bytes; at most {MAX_HEADER_BYTES} are allowed")
-    header = parse_json(data[8 : 8 + size], "file")
-    if not isinstance(header, dict):
-        raise SteeringError("file", "is not a safetensors file: its header is not an object")
-    metadata = header.get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise SteeringError("file", "has metadata that are not strings")
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    if len(tensors) > _MAX_TENSORS:
-        raise SteeringError("file", f"has {len(tensors)} tensors; at most {_MAX_TENSORS} are allowed")
-    for name, entry in tensors.items():
-        if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
-            raise SteeringError(_shown_name(name), f"must have exactly the keys {', '.join(sorted(_TENSOR_KEYS))}")
-        dtype = entry["dtype"]
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise SteeringError(_shown_name(name), f"has dtype {shown(dtype)}; use one of {', '.join(DTYPES)}")
-    return header
-
-
-def _vector(name: str, tensor: Mapping[str, Any]) -> np.ndarray:
-    shape = tuple(tensor["shape"])
+def _check_shape(name: str, tensor: np.ndarray) -> None:
     is_matrix = name.startswith(f"{MLP_PROBES}.") and name.endswith(".weights")
-    if len(shape) != 1 + is_matrix:
+    if tensor.ndim != 1 + is_matrix:
         needed = "weights must have shape [n, H]" if is_matrix else "a vector must have shape [H]"
-        raise SteeringError(_shown_name(name), f"has shape {shown(list(shape))}; {needed}")
-    return from_bytes(bytes(tensor["data"]), DTYPES[tensor["dtype"]]).reshape(shape)
+        raise SteeringError(shown_name(name), f"has shape {shown(list(tensor.shape))}; {needed}")
 
 
 _JSON_NAMES: Mapping[type, str] = {dict: "object", list: "array"}
@@ -167,7 +135,7 @@ def _mlp_probes(tensors: dict[str, np.ndarray], activations: dict[str, Any]) -> 
         name, _, array = tensor.removeprefix(f"{MLP_PROBES}.").rpartition(".")
         if not name or array not in MLP_ARRAYS:
             names = ", ".join(f"{MLP_PROBES}.name.{each}" for each in MLP_ARRAYS)
-            raise SteeringError(_shown_name(tensor), f"unknown tensor name; use {names}")
+            raise SteeringError(shown_name(tensor), f"unknown tensor name; use {names}")
         probes.setdefault(name, {})[array] = tensors.pop(tensor)
     for name, activation in activations.items():
         if name not in probes:
@@ -177,7 +145,7 @@ def _mlp_probes(tensors: dict[str, np.ndarray], activations: dict[str, Any]) -> 
         # An array without the weights would be read as a vector.
         for array in ("weights", "outputs"):
             if array not in probe:
-                raise SteeringError(_shown_name(f"{MLP_PROBES}.{name}.{array}"), "is missing from the file")
+                raise SteeringError(shown_name(f"{MLP_PROBES}.{name}.{array}"), "is missing from the file")
     return probes
 
 
@@ -189,7 +157,7 @@ def _add_readings(probes: dict[str, Any], readings: Mapping[str, Any]) -> None:
             raise SteeringError(path, f"{shown(name)} names no probe of the file")
         if not isinstance(reading, dict) or not reading.keys() <= set(READING):
             problem = f"must be an object with some of {', '.join(READING)}, not {shown(reading)}"
-            raise SteeringError(f"{path}.{_shown_name(name)}", problem)
+            raise SteeringError(f"{path}.{shown_name(name)}", problem)
         probe = probes[name]
         probes[name] = {**(probe if isinstance(probe, dict) else {"weights": probe}), **reading}
 
@@ -211,7 +179,7 @@ def _content(tensors: dict[str, np.ndarray], scales: dict[str, Any], edits: list
         else:
             names = ", ".join(f"{tier}.point.layer" for tier in TIERS)
             problem = f"unknown tensor name; use {names}, {PROBES}.name, {MLP_PROBES}.name.weights or {EDITS}.anything"
-            raise SteeringError(_shown_name(name), problem)
+            raise SteeringError(shown_name(name), problem)
     if scales:
         raise SteeringError(
             f"metadata.{_SCALES}",
@@ -221,7 +189,7 @@ def _content(tensors: dict[str, np.ndarray], scales: dict[str, Any], edits: list
         content[EDITS] = [_with_vector(edit, edit_vectors, f"metadata.{EDITS}[{i}]") for i, edit in enumerate(edits)]
         unused = edit_vectors.keys() - {edit["vector"] for edit in edits}
         if unused:
-            raise SteeringError(_shown_name(min(unused)), f"is not used by any edit in metadata.{EDITS}")
+            raise SteeringError(shown_name(min(unused)), f"is not used by any edit in metadata.{EDITS}")
     return content
 
 
@@ -230,7 +198,3 @@ def _with_vector(edit: object, vectors: Mapping[str, np.ndarray], field: str) ->
     if not isinstance(edit, dict) or not isinstance(name, str) or name not in vectors:
         raise SteeringError(f"{field}.vector", f"must name a tensor {EDITS}.anything of the file, not {shown(name)}")
     return {**edit, "vector": vectors[name]}
-
-
-def _shown_name(name: str) -> str:
-    return shown(name).strip("'") or "''"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.extras import install_hint
 from vllm_steer.registry.metadata import METADATA_KEYS, ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import CONTENT_KEYS, EDITS, PROBES, Module, parse_module
-from vllm_steer.registry.module_files import MLP_PROBES, read_header, read_module, write_module
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.registry.module_files import MLP_PROBES, module_of, write_module
 from vllm_steer.vectors import Choice, read_vectors
-from vllm_steer.vectors.containers import MAX_FILE_BYTES, kind_of
+from vllm_steer.vectors.containers import MAX_FILE_BYTES, Container, open_container
 
 _TENSOR_PREFIXES = (*CONTENT_KEYS, MLP_PROBES)
 
@@ -45,20 +45,21 @@ def read_vector_file(
         raise SteeringError(f"{source}: {error.field}", error.problem) from None
 
 
-def module_body(data: bytes) -> dict[str, Any] | None:
+def module_body(file: Container) -> dict[str, Any] | None:
     """Return the request body in a JSON file, as `SteeringRegistry.register` takes it; None for all other files."""
-    body = parse_json(data, "file") if kind_of(data) == "json" else {}
-    return body if body.keys() & {*CONTENT_KEYS, "name"} else None
+    is_body = file.kind == "json" and file.content.keys() & {*CONTENT_KEYS, "name"}
+    return file.content if is_body else None
 
 
 def _read(data: bytes, choice: Choice) -> tuple[Module, ModuleMetadata]:
-    if (body := module_body(data)) is not None:
+    file = open_container(data)
+    if (body := module_body(file)) is not None:
         content = {key: value for key, value in body.items() if key not in (*METADATA_KEYS, "name")}
         module, metadata = parse_module(content), parse_metadata(body)
-    elif kind_of(data) == "safetensors" and _is_module(data):
-        module, metadata = read_module(data)
+    elif file.kind == "safetensors" and _is_module(file.content):
+        module, metadata = module_of(file)
     else:
-        found = read_vectors(data, choice)
+        found = read_vectors(file, choice)
         base: dict[str, dict[str, Any]] = {}
         for (point, layer), vector in found.vectors.items():
             base.setdefault(point, {})[str(layer)] = vector
@@ -68,9 +69,8 @@ def _read(data: bytes, choice: Choice) -> tuple[Module, ModuleMetadata]:
     return module, metadata
 
 
-def _is_module(data: bytes) -> bool:
-    names = read_header(data).keys() - {"__metadata__"}
-    return not names or any(name.partition(".")[0] in _TENSOR_PREFIXES for name in names)
+def _is_module(tensors: Collection[str]) -> bool:
+    return not tensors or any(name.partition(".")[0] in _TENSOR_PREFIXES for name in tensors)
 
 
 def write_vector_file(path: Path, module: Module, metadata: ModuleMetadata) -> None:

@@ -34,6 +34,11 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def shown_name(name: str) -> str:
+    """Return a name that a client chose as a part of an error's path."""
+    return shown(name).strip("'") or "''"
+
+
 def is_integer(value: object) -> TypeGuard[int]:
     """Return whether ``value`` is a Python or numpy integer and not a boolean."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

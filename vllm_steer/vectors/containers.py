@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Containers of vector files, recognised by their first bytes: GGUF, safetensors, NumPy and JSON.
 
-Files are untrusted: nothing is unpickled, and sizes are checked before tensors are read.
+Files are untrusted: nothing is unpickled, and counts, sizes and places are checked before tensors are read.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from __future__ import annotations
 import io
 import math
 import tempfile
-import tokenize
-import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -22,12 +19,17 @@ import safetensors
 from vllm_steer.errors import SteeringError
 from vllm_steer.extras import install_hint
 from vllm_steer.limits import MAX_EDITS
-from vllm_steer.request.scalars import shown
+from vllm_steer.request.scalars import shown, shown_name
 from vllm_steer.request.strict_json import parse_json
 from vllm_steer.request.vector import PACKED_DTYPES, from_bytes
+from vllm_steer.vectors.archive import check_ranges, read_archive
 
 Kind = Literal["gguf", "safetensors", "npy", "npz", "json", "pickle", "unknown"]
 MAX_FILE_BYTES = 2 << 30
+MAX_HEADER_BYTES = 4 << 20
+"""Bytes of the header of a safetensors file."""
+MAX_TENSORS = 2 * MAX_EDITS
+"""Tensors of a file: a module has `MAX_EDITS` vectors and further tensors for its probes."""
 _EXPANDED_BYTES, _EXPANSION = 64 << 20, 8
 """Bytes that any archive may have after decompression, or as a multiple of its size: numbers hardly compress."""
 _MAX_GGUF_READS = 100_000
@@ -37,11 +39,6 @@ TORCH_HINT = (
     "safetensors.torch.save_file({str(k): v.contiguous() for k, v in t.items()}, OUT)"
 )
 """Advice for a pickled file, which can have tensors for the layers, or one tensor."""
-_DAMAGE = (
-    *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, RuntimeError),
-    *(SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error, safetensors.SafetensorError),
-)
-"""Errors of the libraries for damaged, encrypted or unknown files."""
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "F32": PACKED_DTYPES["float32"],
@@ -53,14 +50,22 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 """Storage types by their names in safetensors and in GGUF."""
 
 
+_TENSOR_KEYS = frozenset({"dtype", "shape", "data_offsets"})
+"""Keys of a tensor in the header of a safetensors file; the library ignores all others."""
+_NPY_HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = MappingProxyType(
+    {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+)
+_NPY_KEYS = 3
+
+
 class Container(NamedTuple):
     """Content of a file."""
 
     kind: Kind
     content: Any
-    """An array, or names with arrays; for JSON an object."""
+    """An array, or names with arrays of one or two dimensions; for JSON an object."""
     fields: Mapping[str, Any] = MappingProxyType({})
-    """Fields of a GGUF file, each a pair of its type and its value."""
+    """Fields of a GGUF file, each a pair of its type and its value; metadata of a safetensors file."""
 
 
 def kind_of(data: bytes) -> Kind:
@@ -91,61 +96,99 @@ def open_container(data: bytes) -> Container:
             case "gguf":
                 return _open_gguf(data)
             case "npy":
-                return Container("npy", _npy(data))
+                return Container("npy", _npy("vector", data))
             case "npz":
                 return _open_npz(data)
             case "safetensors":
-                tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
-                _check_count(tensors)
-                arrays = {n: _array(n, t["dtype"], t["data"]).reshape(t["shape"]) for n, t in tensors}
-                return Container("safetensors", arrays)
+                return open_safetensors(data)
             case "json":
                 return Container("json", parse_json(data, "file"))
             case "pickle":
                 raise SteeringError("file", f"is pickled (.pt), and nothing is unpickled here; {TORCH_HINT}")
     except SteeringError:
         raise
-    except _DAMAGE as error:
+    except Exception as error:  # numpy, gguf and zlib raise errors of any class for damaged files
         raise SteeringError("file", f"is damaged: {' '.join(str(error).split())[:200] or 'truncated'}") from None
     kinds = "is not a safetensors file, GGUF, .npy, .npz or JSON"
     raise SteeringError("file", f"{kinds}; it begins with {shown(bytes(data[:8]))}")
 
 
-def _check_count(items: Any) -> None:
-    if len(items) > MAX_EDITS:
-        raise SteeringError("file", f"has {len(items)} tensors; at most {MAX_EDITS} are read")
+def open_safetensors(data: bytes) -> Container:
+    """Return the tensors and the metadata of a safetensors file; raise SteeringError if it is damaged."""
+    header = _read_header(data)
+    metadata = header.pop("__metadata__", {})
+    try:
+        tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise SteeringError("file", f"is not a valid safetensors file: {error}") from None
+    arrays = {name: _array(name, entry["dtype"], entry["data"], entry["shape"]) for name, entry in tensors}
+    return Container("safetensors", arrays, metadata)
 
 
-def _array(name: str, dtype: str, data: Any) -> np.ndarray:
+def _read_header(data: bytes) -> dict[str, Any]:
+    """Return the header of a safetensors file; raise SteeringError for one that is damaged or has too many tensors."""
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > len(data) - 8:
+        raise SteeringError("file", "is not a safetensors file: it is shorter than its header states")
+    if size > MAX_HEADER_BYTES:
+        raise SteeringError("file", f"has a header of {size} bytes; at most {MAX_HEADER_BYTES} are allowed")
+    header = parse_json(data[8 : 8 + size], "file")
+    if not isinstance(header, dict):
+        raise SteeringError("file", "is not a safetensors file: its header is not an object")
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise SteeringError("file", "has metadata that are not strings")
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    _check_count(tensors)
+    for name, entry in tensors.items():
+        if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
+            raise SteeringError(shown_name(name), f"must have exactly the keys {', '.join(sorted(_TENSOR_KEYS))}")
+        dtype = entry["dtype"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise SteeringError(shown_name(name), f"has dtype {shown(dtype)}; use one of {', '.join(DTYPES)}")
+    return header
+
+
+def _check_count(items: Sized) -> None:
+    if len(items) > MAX_TENSORS:
+        raise SteeringError("file", f"has {len(items)} tensors; at most {MAX_TENSORS} are read")
+
+
+def _array(name: str, dtype: str, data: bytes, shape: Sequence[int]) -> np.ndarray:
     if dtype not in DTYPES:
-        raise SteeringError(f"file.{shown(name)}", f"has dtype {shown(dtype)}; use one of {', '.join(DTYPES)}")
-    return from_bytes(bytes(data), DTYPES[dtype])
+        raise SteeringError(shown_name(name), f"has dtype {shown(dtype)}; use one of {', '.join(DTYPES)}")
+    return _shaped(name, from_bytes(data, DTYPES[dtype]), shape)
 
 
-def _npy(data: bytes) -> np.ndarray:
+def _shaped(name: str, array: np.ndarray, shape: Sequence[int], order: Literal["C", "F"] = "C") -> np.ndarray:
+    # Numpy refuses very many dimensions, and very large ones of an empty array.
+    if len(shape) not in (1, 2) or max(shape) > len(array):
+        problem = "a vector is [H], vectors of layers are [layers, H]"
+        raise SteeringError(shown_name(name), f"has shape {shown(list(shape))}; {problem}")
+    return array.reshape(shape, order=order)
+
+
+def _npy(name: str, data: bytes) -> np.ndarray:
     file = io.BytesIO(data)
-    version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    shape, fortran, dtype = readers[version](file)  # type: ignore[no-untyped-call]
+    shape, fortran, dtype = _NPY_HEADERS[np.lib.format.read_magic(file)](file)  # type: ignore[no-untyped-call]
+    if data[: file.tell()].count(b":") != _NPY_KEYS:  # numpy takes the last one of equal keys
+        raise SteeringError("file", "has a header with a repeated key")
     if dtype.kind != "f" or dtype.itemsize > 8:
         raise SteeringError("file", f"has an array of {dtype}; use float32, float16 or float64")
     size, needed = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
     if size != needed:
         raise SteeringError("file", f"has an array of {size} bytes; its shape {shown(shape)} has {needed}")
-    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+    return _shaped(name, np.frombuffer(data, dtype, offset=file.tell()), shape, "F" if fortran else "C")
 
 
 def _open_npz(data: bytes) -> Container:
-    # Before the library makes an object of each entry: the number of signatures that begin one.
-    if (count := data.count(b"PK\x01\x02")) > 2 * MAX_EDITS:
-        raise SteeringError("file", f"has {count} tensors; at most {MAX_EDITS} are read")
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = archive.infolist()
-        _check_count(members)
-        limit = min(MAX_FILE_BYTES, max(_EXPANDED_BYTES, _EXPANSION * len(data)))
-        if (size := sum(member.file_size for member in members)) > limit:
-            raise SteeringError("file", f"has {size} bytes after decompression; at most {limit} are read of this file")
-        arrays = {member.filename.removesuffix(".npy"): _npy(archive.read(member)) for member in members}
+    limit = min(MAX_FILE_BYTES, max(_EXPANDED_BYTES, _EXPANSION * len(data)))
+    arrays: dict[str, np.ndarray] = {}
+    for member, content in read_archive(data, MAX_TENSORS, limit).items():
+        name = member.removesuffix(".npy")
+        if name in arrays:
+            raise SteeringError("file", f"has two arrays with the name {shown(name)}; remove one of them")
+        arrays[name] = _npy(name, content)
     return Container("npz", arrays)
 
 
@@ -171,10 +214,18 @@ def _open_gguf(data: bytes) -> Container:
         file.write(data)
         file.flush()
         reader = BoundedReader(file)  # type: ignore[arg-type]  # numpy.memmap, which it calls, takes files
-        _check_count(reader.tensors)
+        if reader.byte_order != "I":
+            raise SteeringError("file", "has big-endian numbers; convert it with gguf-convert-endian FILE little")
         fields = {key: (field.types[0].name, field.contents()) for key, field in reader.fields.items() if field.types}
+        if (kind := fields.get("general.architecture", ("", None))[1]) != "controlvector":
+            raise SteeringError("file", f"is a GGUF file of {shown(kind)}; only controlvector is read")
+        _check_count(reader.tensors)
+        ranges = ((tensor.data_offset, tensor.data_offset + tensor.n_bytes) for tensor in reader.tensors)
+        check_ranges(ranges, reader.data_offset, len(data))
         arrays = {
-            tensor.name: _array(tensor.name, tensor.tensor_type.name, tensor.data).reshape(tensor.shape[::-1].tolist())
+            tensor.name: _array(
+                tensor.name, tensor.tensor_type.name, tensor.data.tobytes(), tensor.shape[::-1].tolist()
+            )
             for tensor in reader.tensors
         }
     return Container("gguf", arrays, fields)

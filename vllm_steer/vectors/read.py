@@ -13,6 +13,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.request.scalars import read_choice, shown
+from vllm_steer.request.vector import Vector, parse_vector
 from vllm_steer.site_names import find_foreign_site, site
 from vllm_steer.vectors.containers import Container, open_container
 from vllm_steer.vectors.formats import FORMATS, VectorFormat
@@ -21,6 +22,9 @@ _CONVERT = "vllm-steer convert FILE OUT.safetensors"
 _SAE_TENSORS = frozenset(("W_enc", "W_dec", "w_enc", "w_dec", "encoder.weight", "decoder.weight"))
 _DIRECTION = re.compile(r"direction\.([0-9]{1,9})")
 _NUMBER = re.compile(r"[0-9]{1,9}")
+_LAYER_COUNT = "controlvector.layer_count"
+_UNSIGNED, _SIGNED = ({f"{sign}INT{bits}" for bits in (8, 16, 32, 64)} for sign in ("U", ""))
+"""Types of this field. llama-cvector-generator writes a signed integer, other tools an unsigned one or none."""
 
 
 class Choice(NamedTuple):
@@ -37,8 +41,8 @@ class Choice(NamedTuple):
 class VectorFile(NamedTuple):
     """Vectors of a file at our hook points."""
 
-    vectors: dict[tuple[PointName, int], Any]
-    """Vectors by hook point and layer."""
+    vectors: dict[tuple[PointName, int], Vector]
+    """Float32 vectors by hook point and layer."""
     model: str | None
     provenance: dict[str, str]
 
@@ -60,25 +64,26 @@ class _Found(NamedTuple):
     about: Mapping[str, object] = {}
 
 
-def read_vectors(data: bytes, choice: Choice = Choice()) -> VectorFile:  # noqa: B008 - immutable
+def read_vectors(data: bytes | Container, choice: Choice = Choice()) -> VectorFile:  # noqa: B008 - immutable
     """Return the vectors of a file of another tool.
 
     Args:
-        data: Content of the file. Its kind is recognised by the first bytes, its format by keys and names.
+        data: Content of the file, or the opened file. Its kind is recognised by the first bytes, its format by keys and
+            names.
         choice: What the file does not tell, or which of its layers to take.
 
     Raises:
         SteeringError: The file is damaged or not a vector file, or does not tell where its vectors belong.
     """
-    found = _find(open_container(data))
+    found = _find(open_container(data) if isinstance(data, bytes) else data)
     name = _choose(found.formats, choice.format)
-    vectors: dict[tuple[PointName, int], Any] = {}
+    vectors: dict[tuple[PointName, int], Vector] = {}
     for entry in _placed(found.entries, name, choice):
         if entry.site is None or not 0 <= entry.site[1] < MAX_LAYERS:
             raise SteeringError(f"file.{shown(entry.name)}", f"has no layer here: {FORMATS[name].numbering}")
         if entry.site in vectors:
             raise SteeringError(f"file.{shown(entry.name)}", f"is a second vector at {entry.site}; remove one of them")
-        vectors[entry.site] = _single_row(entry.vector)
+        vectors[entry.site] = parse_vector(_single_row(entry.vector), f"file.{shown(entry.name)}")
     about = {"format": name, "numbering": FORMATS[name].numbering, **found.about}
     texts = {key: value if isinstance(value, str) else shown(value) for key, value in about.items()}
     return VectorFile(vectors, found.model if isinstance(found.model, str) else None, texts)
@@ -177,8 +182,6 @@ def _site(name: object, field: object) -> tuple[PointName, int]:
 
 def _find_gguf(container: Container) -> _Found:
     values = {key: value for key, (_, value) in container.fields.items()}
-    if (kind := values.get("general.architecture")) != "controlvector":
-        raise SteeringError("file", f"is a GGUF file of {shown(kind)}; only controlvector is read")
     if extended := next((key for key in values if key.startswith("glp.")), None):
         raise SteeringError(f"file.{shown(extended)}", "is of an extension of control vectors that is not supported")
     entries = []
@@ -186,8 +189,10 @@ def _find_gguf(container: Container) -> _Found:
         if (match := _DIRECTION.fullmatch(name)) is None:
             raise SteeringError(f"file.{shown(name)}", "is not the direction of a layer; expected direction.N")
         entries.append(_Entry(name, vector, int(match[1])))
-    generated = container.fields.get("controlvector.layer_count", ("",))[0] == "INT32"
-    formats = ("control-vector", "cvector-generator") if generated else ("control-vector",)
+    kind = container.fields.get(_LAYER_COUNT, ("UINT32",))[0]
+    if kind not in _UNSIGNED | _SIGNED:
+        raise SteeringError(f"file.{_LAYER_COUNT}", f"is of the type {kind}; expected an integer")
+    formats = ("control-vector", "cvector-generator") if kind in _SIGNED else ("control-vector",)
     return _Found(formats, entries, values.get("controlvector.model_hint"))
 
 
@@ -201,16 +206,21 @@ def _find_json(content: Mapping[str, Any]) -> _Found:
                 raise SteeringError(f"file.directions.{name}", problem)
         entries = [_Entry(f"directions.{name}", value, int(name)) for name, value in directions.items()]
         return _Found(("svec",), entries, content.get("model_type"))
-    field, hook = "hookName", content.get("hookName")
-    if hook is None and "hookType" in content:
-        field, hook = "hookType", f"blocks.{shown(content.get('layerNumber'))}.{content['hookType']}"
-    vector = content.get("values", content.get("vector"))
-    if hook is None or vector is None:
+    hooks, layer = {"hookName": content.get("hookName")}, content.get("layerNumber")
+    if "hookType" in content:
+        hooks["hookType"] = f"blocks.{shown(layer)}.{content['hookType']}"
+    sites = [_site(hook, field) for field, hook in hooks.items() if hook is not None]
+    vectors = [content[key] for key in ("values", "vector") if content.get(key)]
+    if not sites or not vectors:
         keys = ", ".join(map(shown, list(content)[:5]))
         raise SteeringError("file", f"is JSON with the keys {keys}, by which no format of vectors is recognised")
+    if len(vectors) > 1:
+        raise SteeringError("file", "has values and vector; remove one of them")
+    if sites[0] != sites[-1] or layer not in (None, sites[0][1]):
+        raise SteeringError("file.hookName", f"{shown(hooks['hookName'])} is another site than hookType or layerNumber")
     named = {
         "label": content.get("label", content.get("vectorLabel")),
         "default_strength": content.get("defaultSteerStrength", content.get("vectorDefaultSteerStrength")),
     }
     about = {key: value for key, value in named.items() if value is not None}
-    return _Found(("neuronpedia",), [_Entry("vector", vector, site=_site(hook, field))], content.get("modelId"), about)
+    return _Found(("neuronpedia",), [_Entry("vector", vectors[0], site=sites[0])], content.get("modelId"), about)

@@ -2,29 +2,35 @@
 """Bodies that are drawn by grammar, against a real server: no status 5xx, no cut stream, and a live event loop.
 
 A bounded run is part of ``make test``. ``HOSTILE_MINUTES=10 make test ARGS=tests/server/hostile/test_grammar.py`` draws
-other bodies for ten minutes, and then also fails if another client waits longer than ``STANDSTILL`` for an answer.
+other bodies for ten minutes, and then also fails if the event loop stands still for longer than ``STANDSTILL``.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import asyncio
 import os
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.server.hostile.case import CLEAR
 from tests.server.hostile.grammar import encoded, requests
+from tests.server.server import run_server
 
 MINUTES = float(os.environ.get("HOSTILE_MINUTES", "0"))
 STANDSTILL = 0.2
-"""Seconds that another client may wait, beyond the time in which Python parses the body, as vLLM does."""
+"""Seconds that the event loop may stand still, beyond the time in which Python parses the body, as vLLM does."""
 ATTEMPTS = 3
-"""Times that a body may be sent until no other client waits longer."""
+"""Times that a body may be sent until the loop stands still for less: one of the machine does not recur."""
+HEARTBEAT, PERIOD = "/heartbeat", 0.005
+"""Route that returns the longest standstill in seconds, and the seconds between two measurements."""
 
 
 def find_fault(response: httpx.Response, stream: bool) -> str | None:
@@ -43,84 +49,101 @@ def find_fault(response: httpx.Response, stream: bool) -> str | None:
     return None
 
 
-class Watch:
-    """A client in a process of its own, which the GIL of this one cannot delay, that measures how long answers take."""
+class Heartbeat:
+    """Middleware that measures in the server's event loop how late a callback runs; the test loads it there by name.
 
-    def __init__(self, url: httpx.URL) -> None:
-        self._pipe, far = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=measure, args=(str(url), far), daemon=True)
-        self._process.start()
-        self.restart()
+    A client outside would also wait for a core, of which engine and server have fewer than threads.
+    """
 
-    def restart(self) -> float:
-        """Return the longest wait in seconds since the last call, and begin anew."""
-        self._pipe.send(None)
-        longest: float = self._pipe.recv()
-        return longest
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._longest, self._last = 0.0, 0.0
 
-    def end(self) -> None:
-        self._process.terminate()
-        self._process.join()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == HEARTBEAT:
+            if not self._last:
+                self._beat()
+            await PlainTextResponse(str(self._longest))(scope, receive, send)
+            self._longest = 0.0
+            return
+        await self._app(scope, receive, send)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._last - PERIOD if self._last else 0.0)
+        self._last = now
+        asyncio.get_running_loop().call_later(PERIOD, self._beat)
 
 
-def measure(url: str, pipe: Connection) -> None:
-    """Ask for an answer without work, again and again; send the longest wait when the pipe asks for it."""
-    longest = 0.0
-    with httpx.Client(base_url=url, timeout=60) as client:
-        while True:
-            started = time.monotonic()
-            client.get("/version")
-            longest = max(longest, time.monotonic() - started)
-            if pipe.poll(0.005):
-                pipe.recv()
-                pipe.send(longest)
-                longest = 0.0
+@pytest.fixture
+def watched(model: Path, tmp_path: Path) -> Iterator[httpx.Client]:
+    """Return a client of a server with the middleware."""
+    flags = ["--enable-steering", "--steering-max-body-mib", "1", "--middleware", f"{__name__}.{Heartbeat.__name__}"]
+    for url in run_server(model, flags, tmp_path / "log", worker_process=True):
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield client
 
 
 @pytest.mark.failure(14)
 def test_bodies_by_grammar(client: httpx.Client) -> None:
-    """Catches a body that breaks a route, cuts a stream or, in a long run, stops the server for others."""
-    deadline = time.monotonic() + 60 * MINUTES
-    watch = Watch(client.base_url) if MINUTES else None
+    """Catches a body that breaks a route or cuts a stream."""
 
     def check(request: tuple[str, Any]) -> None:
-        route, body = request
-        if MINUTES and time.monotonic() > deadline:
+        post(client, *request)
+
+    draw(check, derandomize=True)
+    client.post(CLEAR)
+    assert client.get("/health").status_code == 200
+
+
+@pytest.mark.failure(14)
+@pytest.mark.skipif(not MINUTES, reason="runs for HOSTILE_MINUTES")
+def test_bodies_by_grammar_for_minutes(watched: httpx.Client) -> None:
+    """Catches a body that breaks a route, cuts a stream, or stops the server's event loop each time it is sent."""
+    deadline = time.monotonic() + 60 * MINUTES
+
+    def longest() -> float:
+        return float(watched.get(HEARTBEAT).text)
+
+    def check(request: tuple[str, Any]) -> None:
+        if time.monotonic() > deadline:
             return
-        data = encoded(body)
         waits: list[float] = []
-        # A standstill that the body causes comes each time; one of the machine does not.
         while len(waits) < ATTEMPTS:
-            if watch is not None:
-                watch.restart()
-            response = client.post(route, content=data, headers={"content-type": "application/json"}, timeout=120)
-            fault = find_fault(response, bool(isinstance(body, dict) and body.get("stream")))
-            assert fault is None, f"{fault}: {route} {data[:2000]!r}: {response.text[:1000]}"
-            waits.append(0.0 if watch is None else watch.restart())
-            client.post(CLEAR)
+            longest()
+            data = post(watched, *request)
+            waits.append(longest())
             started = time.monotonic()
             httpx.Response(200, content=data).json()
-            allowed = STANDSTILL + time.monotonic() - started
-            if waits[-1] <= allowed:
+            if waits[-1] <= STANDSTILL + time.monotonic() - started:
                 return
-        raise AssertionError(f"waits of {waits} s: {route} {data[:2000]!r}")
+        raise AssertionError(f"standstills of {waits} s: {request[0]} {data[:2000]!r}")
 
-    try:
-        draw = settings(
-            max_examples=120,
-            deadline=None,
-            database=None,
-            derandomize=not MINUTES,
-            suppress_health_check=list(HealthCheck),
-        )(given(requests)(check))
-        draw()
-        while time.monotonic() < deadline:
-            draw()
-    finally:
-        if watch is not None:
-            watch.end()
-        client.post(CLEAR)
-    assert client.get("/health").status_code == 200
+    while time.monotonic() < deadline:
+        draw(check)
+    assert watched.get("/health").status_code == 200
+
+
+def post(client: httpx.Client, route: str, body: Any) -> bytes:
+    """Send a body, fail if the response has a fault, undo what it has set, and return what was sent."""
+    data = encoded(body)
+    response = client.post(route, content=data, headers={"content-type": "application/json"}, timeout=120)
+    fault = find_fault(response, bool(isinstance(body, dict) and body.get("stream")))
+    assert fault is None, f"{fault}: {route} {data[:2000]!r}: {response.text[:1000]}"
+    client.post(CLEAR)
+    return data
+
+
+def draw(check: Callable[[tuple[str, Any]], None], derandomize: bool = False) -> None:
+    """Call ``check`` with requests of the grammar."""
+    drawn = settings(
+        max_examples=120,
+        deadline=None,
+        database=None,
+        derandomize=derandomize,
+        suppress_health_check=list(HealthCheck),
+    )
+    drawn(given(requests)(check))()
 
 
 def test_the_check_rejects_broken_responses() -> None:
@@ -135,3 +158,17 @@ def test_the_check_rejects_broken_responses() -> None:
         assert find_fault(response, stream=True) is not None, response.text
     done = httpx.Response(200, text='data: {"choices":[]}\n\ndata: [DONE]\n\n', headers=events)
     assert find_fault(done, stream=True) is None
+
+
+async def test_the_heartbeat_sees_a_standstill() -> None:
+    """Negative control: catches a measurement that finds every event loop alive."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        time.sleep(2 * STANDSTILL)
+        await PlainTextResponse("done")(scope, receive, send)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(Heartbeat(app)), base_url="http://server") as client:
+        await client.get(HEARTBEAT)
+        await client.get("/")
+        await asyncio.sleep(2 * PERIOD)
+        assert float((await client.get(HEARTBEAT)).text) > STANDSTILL

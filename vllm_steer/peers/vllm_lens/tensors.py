@@ -85,7 +85,7 @@ def deserialize_tensor(wire: Mapping[str, Any], field: str = "tensor") -> torch.
         SteeringError: ``wire`` has another form, or ``zstandard`` is needed and not installed.
     """
     dtype, size = measure(wire, field)
-    if size > MAX_BYTES:
+    if max(size, *wire["shape"], 0) > MAX_BYTES:  # torch also refuses large axes of an empty tensor
         raise SteeringError(f"{field}.shape", f"is of more than {MAX_BYTES} bytes, the most that are accepted")
     data = read_bytes(wire["data"], wire.get("compression"), size, field)
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)

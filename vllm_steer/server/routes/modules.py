@@ -18,7 +18,7 @@ from vllm_steer.registry.metadata import METADATA_KEYS
 from vllm_steer.registry.module import CONTENT_KEYS
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
-from vllm_steer.request.scalars import shown
+from vllm_steer.request.scalars import shown, shown_name
 from vllm_steer.request.strict_json import parse_json
 from vllm_steer.server.auth.current_key import current_key, require
 from vllm_steer.server.auth.rights import Right
@@ -142,7 +142,7 @@ def _parse_object(body: bytes, keys: tuple[str, ...]) -> dict[str, Any]:
     for key in fields:
         if key not in keys:
             allowed = f"use {', '.join(keys)}" if keys else "this route takes none"
-            raise SteeringError(shown(key).strip("'") or "''", f"unknown field; {allowed}")
+            raise SteeringError(shown_name(key), f"unknown field; {allowed}")
     return fields
 
 
