@@ -49,7 +49,7 @@ def read_intervals(program: Program, readout: int, prompt_len: int) -> tuple[Int
                 intervals.append((prompt_len - 1, OPEN_END))
     if any(stop.readout == readout for stop in program.stops):
         intervals.append((prompt_len, OPEN_END))
-    return tuple(merge_intervals(intervals))
+    return merge_intervals(intervals)
 
 
 def resolve_records(program: Program, prompt_len: int) -> RequestRecords:

@@ -146,7 +146,7 @@ class Selector:
             # Images and messages can be anywhere until their positions are filled in.
             name: Any = "generated" if self.spans else self._where
             return (NAMED[_UNBOUND.get(name, name)](prompt_len),)
-        return tuple(merge_intervals(_resolved(interval, prompt_len, field) for interval in self._intervals))
+        return merge_intervals(_resolved(interval, prompt_len, field) for interval in self._intervals)
 
     def beyond(self, prompt_len: int, stop: int) -> tuple[int | list[int | None], ...]:
         """Return the selected positions and ``[start, stop]`` pairs from position ``stop`` on.
@@ -308,7 +308,7 @@ def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
     for i, (start, stop) in enumerate(intervals):
         if start < 0 or stop <= 0:
             raise SteeringError(f"{path}[{i}]", "must be 0 or more; positions count from the first generated token")
-    return _Generated(tuple(merge_intervals(intervals)))
+    return _Generated(merge_intervals(intervals))
 
 
 def selector_form_error(value: object, names: Iterable[str], field: str, *, keys: str) -> SteeringError:
@@ -415,15 +415,14 @@ def _canonical(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     return tuple(sorted({*merge_intervals(absolute), *merge_intervals(relative), *others}))
 
 
-def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     """Return the intervals in ascending order, those that overlap or touch joined."""
     merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
+            start, stop = merged[-1][0], max(stop, merged.pop()[1])
+        merged.append((start, stop))
+    return tuple(merged)
 
 
 def _resolved(interval: Interval, prompt_len: int, field: str) -> Interval:
