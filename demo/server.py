@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from demo.directions import Direction
 from demo.study import SHOWN_TOKENS, Values
 from demo.texts import SHOWN, STREAMED
+from vllm_steer.lab import Direction
 from vllm_steer.request import pack_vector
 
 START_SECONDS = 600
@@ -84,7 +84,7 @@ def ask(client: OpenAI, question: str, max_tokens: int, stream: bool = False, **
 
 def three_answers(client: OpenAI, direction: Direction, doses: tuple[float, float]) -> Values:
     """Return the answers to the first of :data:`SHOWN`, steered both ways and plain."""
-    vector = pack_vector(direction.unit * direction.length)
+    vector = pack_vector(direction.unit * direction.stream)
     texts: Values = {"prompt": SHOWN[0]}
     for name, dose in (("minus", doses[0]), ("plain", None), ("plus", doses[1])):
         site = {"post_block": {str(direction.layer): {"vector": vector, "scale": dose}}}

@@ -64,6 +64,14 @@ def test_equal_requests_are_composed_once(compositions: list[int]) -> None:
     assert len(compositions) == 3
 
 
+def test_lens_of_all_layers_reads_each() -> None:
+    """Catches a lens with ``layers="all"`` that leaves out a layer of the model."""
+    lens = {"lens": {"tokens": [7]}, "point": "post_block", "layers": "all"}
+    program = program_of(SimpleNamespace(extra_args=registry().compose(extra(readouts={"a": lens}))))
+    assert program is not None
+    assert program.readouts[0].layers == tuple(range(CAPABILITIES.num_layers))
+
+
 def test_cache_follows_the_registry() -> None:
     """Catches requests composed with an outdated module, or without global steering."""
     steering = registry()

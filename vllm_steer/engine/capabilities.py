@@ -178,7 +178,7 @@ class Capabilities:
         if max(readout.targets, default=0) >= heads[readout.head]:
             raise SteeringError(
                 f"{source}.lens.tokens",
-                f"token {max(readout.targets)} does not exist; this model has {heads[readout.head]} tokens",
+                f"token id {max(readout.targets)} does not exist; this model has {heads[readout.head]} tokens",
             )
         if readout.top_k > heads[readout.head]:
             raise SteeringError(f"{source}.top_k", f"is {readout.top_k}, but there are {heads[readout.head]} outputs")

@@ -18,7 +18,7 @@ from vllm_steer.request.message_parts import PartName, PromptPartName, SpanForm
 from vllm_steer.request.probe import READING
 from vllm_steer.request.projection import NamedProjection, Projection
 from vllm_steer.request.references import parse_probe, read_name
-from vllm_steer.request.scalars import read_integer, shown
+from vllm_steer.request.scalars import is_integer, shown
 from vllm_steer.request.selector import POSITIONS, PositionListForm, PositionsName, Selector
 from vllm_steer.request.sites import LayerForm, Layers, PointForm, read_layer, read_layer_of, read_site
 from vllm_steer.request.vector import PackedVector, VectorForm, parse_vector
@@ -92,9 +92,13 @@ class Lens(Declared, frozen=True):
         if self.tokens is not None:
             if not isinstance(self.tokens, (list, tuple)) or not 1 <= len(self.tokens) <= MAX_TOP_K:
                 raise SteeringError("tokens", f"must be a list of 1 to {MAX_TOP_K} token ids, not {shown(self.tokens)}")
-            tokens = tuple(read_integer(each, 0, MAX_TOKEN, f"tokens[{i}]") for i, each in enumerate(self.tokens))
+            for i, each in enumerate(self.tokens):
+                if not is_integer(each) or not 0 <= each <= MAX_TOKEN:
+                    problem = f"must be a token id, 0 to {MAX_TOKEN}, not {shown(each)}; the tokenizer gives it"
+                    raise SteeringError(f"tokens[{i}]", problem)
+            tokens = tuple(map(int, self.tokens))
             if len(set(tokens)) != len(tokens):
-                raise SteeringError("tokens", "names a token twice")
+                raise SteeringError("tokens", f"{shown(list(tokens))} names a token id twice; name each once")
             if self.top_k not in (None, len(tokens)):
                 raise SteeringError("top_k", "is the number of likeliest tokens; omit it with tokens")
         top_k = len(tokens) or self.top_k or DEFAULT_TOP_K
