@@ -15,6 +15,7 @@ from vllm_steer.compat.internals import LLM as VllmLLM
 from vllm_steer.frontend import cpu_unsupported
 from vllm_steer.frontend.cpu_unsupported import check_cpu_request
 from vllm_steer.frontend.live import check_live
+from vllm_steer.frontend.requests import check_engine_request
 from vllm_steer.llm import _one_thread
 from vllm_steer.program.compiler import compile_program
 
@@ -75,6 +76,18 @@ def test_refuses_live_strengths_under_data_parallelism() -> None:
         check_live(config(2), live)
     check_live(config(2), plain)
     check_live(config(1), live)
+
+
+def test_the_engine_client_checks_parameters_without_steering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a plain request that reaches the engine and gives its neighbours wrong tokens."""
+    monkeypatch.setattr(cpu_unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    config = engine(speculative=True)
+    processor = SimpleNamespace(vllm_config=config, _steering_context=object())
+    request = SimpleNamespace(sampling_params=params(temperature=0.7), prompt_token_ids=[1], prompt_embeds=None)
+    with pytest.raises(SteeringError, match="temperature"):
+        check_engine_request(processor, request)
+    request.sampling_params = params()
+    check_engine_request(processor, request)
 
 
 def test_an_llm_refuses_a_second_thread() -> None:

@@ -122,7 +122,7 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
     context = context_of(input_processor)
     prompt_len = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     if context is not None:
-        check_cpu_request(input_processor.vllm_config, params)
+        check_parameters(input_processor.vllm_config, params)
     if program_bytes(params) is None:
         if capture_specs(params):
             raise SteeringError(f"extra_args.{CAPTURE_KEY}", "has no compiled program beside it; use `capture` instead")
@@ -136,8 +136,16 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
     if context.markers is not None:
         bind_request(request, input_processor, context.markers)
         params = request.sampling_params
-    check_live(input_processor.vllm_config, program_of(params))
     context.check(params, prompt_len)
+
+
+def check_parameters(vllm_config: Any, params: Any) -> None:
+    """Raise :class:`SteeringError` for sampling parameters that no engine with this configuration serves.
+
+    Called before a streamed response starts as well; None, for pooling, is always served.
+    """
+    check_cpu_request(vllm_config, params)
+    check_live(vllm_config, program_of(params))
 
 
 def refuse_streaming_input(params: Any) -> None:
