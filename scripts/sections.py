@@ -74,10 +74,10 @@ def ratio(cost: Cost, figure: str) -> str:
 
 def glance() -> str:
     """Return the README's sentence on cost."""
-    idle, _, _, own, _ = (ratio(cost, "throughput").rstrip("²") for cost in COSTS)
+    idle, _, _, own, _ = (float(ratio(cost, "throughput").rstrip("²")) for cost in COSTS)
     return (
-        f"Of stock vLLM's throughput with CUDA graphs it keeps {idle} while no request steers, and {own} with 256\n"
-        "requests that all have different edits, on one GPU with a model of 8 billion parameters ([cost](#cost)).\n"
+        f"It keeps {idle:.0%} of stock vLLM's throughput while no request steers, and {own:.0%} with 256 requests\n"
+        "that all have different edits: on one GPU, with CUDA graphs and 8 billion parameters ([cost](#cost)).\n"
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,10 +101,11 @@ def test_an_llm_refuses_a_second_thread() -> None:
 
     def outer(self: Any) -> str:
         def other() -> None:
-            try:
-                _one_thread(inner)(self)
-            except SteeringError as error:
-                problems.append(str(error))
+            for call in (_one_thread(inner), partial(LLM.set_strength, request_id="a", calm=1.0)):
+                try:
+                    call(self)
+                except SteeringError as error:
+                    problems.append(str(error))
 
         thread = threading.Thread(target=other)
         thread.start()
@@ -111,7 +113,7 @@ def test_an_llm_refuses_a_second_thread() -> None:
         return str(_one_thread(inner)(self))
 
     assert _one_thread(outer)(used) == "inner"
-    assert len(problems) == 1 and "another thread is using this LLM" in problems[0]
+    assert len(problems) == 2 and all("another thread is using this LLM" in each for each in problems)
     assert _one_thread(inner)(used) == "inner"
     for name in ("generate", "chat", "enqueue", "enqueue_chat", "wait_for_completion", "beam_search"):
         assert getattr(LLM, name) is not getattr(VllmLLM, name)
