@@ -14,9 +14,9 @@ from vllm_steer.compat.internals import SamplingParams as VllmSamplingParams
 from vllm_steer.compat.internals import length_from_prompt_token_ids_or_embeds
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, ensure_engine_context
-from vllm_steer.frontend.cpu_faults import check_cpu_request
+from vllm_steer.frontend.cpu_unsupported import check_cpu_request
 from vllm_steer.frontend.live import check_live
-from vllm_steer.frontend.parts import bind_request
+from vllm_steer.frontend.part_markers import bind_request
 from vllm_steer.frontend.prompt_tokens import check_mask
 from vllm_steer.metrics.requests import count_request
 from vllm_steer.params import (

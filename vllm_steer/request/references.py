@@ -11,6 +11,7 @@ from vllm_steer.limits import MAX_REFERENCES
 from vllm_steer.request.scalars import read_number, shown
 
 MODULES_FIELD = "steering_modules"
+ANY_SITE_FLAG = "--steering-sae-any-site"
 GLOBAL_SOURCE = "global steering"
 """Path of the edits of global steering, in messages."""
 SERVER_WIDE_SOURCE = "capture_consumers"
@@ -62,6 +63,10 @@ def read_name(value: object, field: str) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise SteeringError(field, f"{shown(value)} is not a valid name; use {NAME_RULE}")
     return str(value)
+
+
+Name = Annotated[str, msgspec.Meta(extra={"read": read_name})]
+"""A name in a declared field."""
 
 
 def parse_reference(value: object, field: str) -> Reference:

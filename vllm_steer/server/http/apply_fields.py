@@ -18,7 +18,7 @@ from vllm_steer.compat.internals import ResponsesRequest, SamplingParams, VLLMVa
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.messages import messages_of
-from vllm_steer.frontend.parts import bind_request
+from vllm_steer.frontend.part_markers import bind_request
 from vllm_steer.frontend.requests import check_beam_search, check_parameters
 from vllm_steer.limits import REQUEST_EDITS, REQUEST_VECTORS
 from vllm_steer.params import (
@@ -37,7 +37,7 @@ from vllm_steer.registry.composer import count_edits as count_composed
 from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.request.counts import count_directions, count_edits
-from vllm_steer.request.fields import GENERAL_FIELD
+from vllm_steer.request.edit_fields import GENERAL_FIELD
 from vllm_steer.request.readout import READOUTS_FIELD
 from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
