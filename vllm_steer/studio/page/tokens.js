@@ -24,7 +24,8 @@ class Chunk extends View {
         role="option"
         aria-selected=${at}
         data-index=${token.index}
-        title=${[token.mark, token.differs && "first different token", token.forked && "chosen by you"].filter(Boolean).join("; ")}
+        aria-label=${token.text.trim() ? undefined : token.text ? "white space" : "no text"}
+        title=${[token.mark, token.differs && "first different token", token.forked && "chosen by you"].filter(Boolean).join("; ") || undefined}
         class=${classes.filter(Boolean).join(" ")}
         >${token.text}</span
       >`;
