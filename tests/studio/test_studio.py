@@ -140,13 +140,14 @@ def test_probes_colour_the_stream_and_stop_it(opened: Opened, pictures: Path) ->
     tokens = page.locator(".token").all_inner_texts()
     page.get_by_role("listbox").focus()
     values = []
-    for _ in tokens[:-1]:  # the last token of an output has no value
+    for n in range(len(tokens) - 1):  # the last token of an output has no value
         page.keyboard.press("ArrowRight")
+        expect(page.locator(".inspector h3")).to_contain_text(f"Token {n + 1}:")
         text = page.locator(".inspector p").inner_text()
         values.append(float(re.findall(r"mood_happy: (\S+)", text)[0].rstrip(".")))
     bound = sorted(values)[len(values) // 2]
     page.get_by_role("spinbutton", name="Threshold of mood/happy").fill(str(bound))
-    expect(page.locator(".token.over").first).to_be_visible()
+    expect(page.locator(".probe .hint")).to_contain_text(f"above {bound:g};")
     over = {int(each.get_attribute("data-index") or -1) for each in page.locator(".token.over").all()}
     assert over >= {n for n, value in enumerate(values) if value > bound + 0.01}
     assert not over & {n for n, value in enumerate(values) if value < bound - 0.01}
@@ -188,7 +189,7 @@ def test_modules_are_uploaded_deleted_and_set_for_everybody(opened: Opened, pict
 def test_server_lists_what_is_refused_and_why(opened: Opened, pictures: Path) -> None:
     """Catches a report that the page cannot show, and refusals without their reason."""
     page = opened.open("server")
-    expect(page.get_by_role("table", name="Engine")).to_contain_text("30 layers")
+    expect(page.get_by_role("table", name="Engine", exact=True)).to_contain_text("30 layers")
     refused = page.get_by_role("table", name="Refused, and why")
     expect(refused).to_contain_text("--steering-points mlp_in")
     expect(page.get_by_role("table", name="Limits")).to_contain_text("record_columns")
@@ -304,7 +305,8 @@ def test_contrast_and_names_of_controls(scheme: str, opened: Opened, pictures: P
         assert page.evaluate(UNNAMED) == []
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.evaluate("location.hash = 'chat'")
-    page.screenshot(path=pictures / f"studio-{scheme}.png")
+    if scheme == "dark":
+        page.screenshot(path=pictures / "studio-dark.png")
 
 
 def test_pure_parts(opened: Opened) -> None:

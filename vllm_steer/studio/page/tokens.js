@@ -44,6 +44,11 @@ export class Tokens extends View {
     if (index !== undefined) this.props.onSelect(this.props.turn, Number(index));
   };
 
+  hover = (event) => {
+    // Text that moves below a resting mouse causes events, too.
+    if (event.movementX || event.movementY) this.select(event);
+  };
+
   move = (event) => {
     const { turn, onSelect, onEnter } = this.props;
     const step = MOVES[event.key];
@@ -69,7 +74,7 @@ export class Tokens extends View {
       tabindex="0"
       aria-label=${label}
       aria-activedescendant=${selected >= 0 ? `${this.prefix}-${selected}` : undefined}
-      onMouseOver=${this.select}
+      onMouseMove=${this.hover}
       onClick=${this.select}
       onKeyDown=${this.move}
     >
