@@ -49,7 +49,7 @@ test-newest: setup  ## run tests on the Python code of the newest vLLM over the 
 test-all: model  ## run the tests and prove every architecture
 	@CONFORMANCE=all $(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
 
-test-gpu: setup  ## run the tests that need a CUDA device
+test-gpu: model  ## run the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
 
 conformance: setup  ## prove every architecture and regenerate its results (about half an hour)

@@ -10,6 +10,7 @@ import numpy as np
 
 from demo.texts import Trait
 from vllm_steer import SamplingParams
+from vllm_steer.lab.scores import perplexity, read_again
 
 Edits = Sequence[Any]
 """The edits of one request."""
@@ -33,18 +34,8 @@ def answer(
 
 def perplexities(llm: Any, groups: Sequence[Sequence[Any]]) -> list[float]:
     """Return the perplexity of the generated tokens of each group of outputs under the model without steering."""
-    outputs = [output for group in groups for output in group]
-    prompts = [{"prompt_token_ids": [*each.prompt_token_ids, *each.outputs[0].token_ids]} for each in outputs]
-    reading = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    losses = []
-    for read, output in zip(llm.generate(prompts, reading, use_tqdm=False), outputs, strict=True):
-        written = list(zip(read.prompt_token_ids, read.prompt_logprobs, strict=True))[len(output.prompt_token_ids) :]
-        losses.append([-by_token[token].logprob for token, by_token in written])
-    found, start = [], 0
-    for group in groups:
-        found.append(float(np.exp(np.concatenate(losses[start : start + len(group)]).mean())))
-        start += len(group)
-    return found
+    readings = iter(read_again(llm, [output for group in groups for output in group]))
+    return [perplexity([next(readings) for _ in group]) for group in groups]
 
 
 def log_odds(llm: Any, trait: Trait, each: Sequence[Edits], starts: Sequence[str] = ()) -> np.ndarray:

@@ -31,11 +31,10 @@ def offline(llm: Any, results: dict[str, Any]) -> tuple[Any, Any, tuple[float, f
     """Run the steps without a server. Return the probe's direction, the steered direction and its doses."""
     from demo import report, study
     from demo.checks import checks
-    from demo.directions import find_directions
     from demo.texts import MOOD, TRAITS
 
     report.headline(f"2. A direction per layer: the difference of the means over {len(MOOD.pairs)} pairs of sentences")
-    directions = find_directions(llm, TRAITS)
+    directions = [study.find_directions(llm, trait) for trait in TRAITS]
     layers = directions[0]
     results["traits"] = study.try_traits(llm, list(zip(TRAITS, directions, strict=True)))
     report.CONSOLE.print(f"   Traits tried, with a dose of {study.TRIED_DOSE}: change of the next word's log-odds")

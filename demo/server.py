@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from demo.directions import Direction
 from demo.study import SHOWN_TOKENS, Values
 from demo.texts import SHOWN, STREAMED
+from vllm_steer.lab import Direction
 from vllm_steer.request import pack_vector
 
 START_SECONDS = 600
@@ -26,14 +26,21 @@ STREAMED_TOKENS = 40
 
 
 @contextmanager
-def running_server(model: Path, log: Path) -> Iterator[str]:
-    """Run ``vllm serve`` with steering on a free port of the loopback interface, and yield its base URL."""
+def running_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
+    """Run ``vllm serve`` with steering on a free port of the loopback interface, and yield its base URL.
+
+    Args:
+        model: Folder of the model, which is served as ``demo``.
+        log: File for the server's log.
+        *flags: Further flags.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         Path(sys.executable).with_name("vllm"), "serve", model, "--enable-steering", "--served-model-name", "demo",
         "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32", "--max-model-len", "512",
+        *flags,
     ]  # fmt: skip
     # vLLM's CPU platform has set LD_PRELOAD in this process (platforms/cpu.py).
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -84,7 +91,7 @@ def ask(client: OpenAI, question: str, max_tokens: int, stream: bool = False, **
 
 def three_answers(client: OpenAI, direction: Direction, doses: tuple[float, float]) -> Values:
     """Return the answers to the first of :data:`SHOWN`, steered both ways and plain."""
-    vector = pack_vector(direction.unit * direction.length)
+    vector = pack_vector(direction.unit * direction.stream)
     texts: Values = {"prompt": SHOWN[0]}
     for name, dose in (("minus", doses[0]), ("plain", None), ("plus", doses[1])):
         site = {"post_block": {str(direction.layer): {"vector": vector, "scale": dose}}}

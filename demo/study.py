@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from demo.directions import Direction
 from demo.measures import answer, log_odds, perplexities
 from demo.texts import CHOICE, CONCLUSION, CONTEXTS, HELD_OUT, MOOD, OTHER_REQUESTS, SAD_REQUESTS, SHOWN, Trait, mood
 from vllm_steer import SamplingParams
+from vllm_steer.lab import Direction, Directions, make
 
 LAYERS = (6, 10, 14)
 DOSES = (0.1, 0.2, 0.3)
@@ -22,8 +22,13 @@ CHOICE_TOKENS, SHOWN_TOKENS, GATE_TOKENS = 24, 40, 24
 GATE_BOUND = -0.25
 """Probe score of a request below which its answer is steered. The mean sad sentence of the pairs has -1."""
 
-Layers = dict[int, Direction]
+Layers = Mapping[int, Direction]
 Values = dict[str, Any]
+
+
+def find_directions(llm: Any, trait: Trait) -> Directions:
+    """Return the direction of each layer from the minus pole to the plus pole: the difference of the means."""
+    return make(llm, [{"positive": plus, "negative": minus} for plus, minus in trait.pairs])
 
 
 def mean_mood(outputs: Sequence[Any]) -> float:

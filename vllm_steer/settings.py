@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, get_args
 
 from vllm_steer.limits import ENGINE_LIMITS, INLINE_KIB, RESPONSE_MIB, SERVER_LIMITS, EngineLimit, Limit
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
-from vllm_steer.request.feature import ANY_SITE_FLAG
+from vllm_steer.request.references import ANY_SITE_FLAG
 
 CapturePolicy = Literal["wait", "fail"]
 CAPTURE_POLICIES: tuple[CapturePolicy, ...] = get_args(CapturePolicy)

@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 
 from demo import server, texts
 from demo.checks import STEPS, checks
-from demo.directions import Direction
 from demo.measures import perplexities
 from demo.run import MODEL, RECORD
 from demo.study import choose
 from tests.repo.tree import read
+from vllm_steer.lab import Direction
 
 Results = dict[str, Any]
 
@@ -173,7 +173,7 @@ def test_a_streamed_score_belongs_to_the_token_before(monkeypatch: pytest.Monkey
 
     events = [event(""), event("a"), event(" sad", 0.1), event(" end", -2.0), SimpleNamespace(choices=[])]
     monkeypatch.setattr(server, "ask", lambda *arguments, **fields: events)
-    probe = Direction(1, np.ones(4, np.float32) / 2, 1.0, np.zeros(4, np.float32), 1.0)
+    probe = Direction("post_block", 1, np.ones(4, np.float32) / 2, 1.0, 2.0, np.zeros(4, np.float32))
     shown: list[tuple[str, float]] = []
     found = server.monitor(None, "?", probe, lambda *each: shown.append(each))  # type: ignore[arg-type]
     assert shown == [("a", 0.1), (" sad", -2.0), (" end\n", 0.0)]

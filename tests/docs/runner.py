@@ -53,7 +53,7 @@ def client_blocks(file: str) -> list[Block]:
 def run_python(python_blocks: list[Block], expression: str, *, warm: bool = True) -> object:
     """Run blocks in a new process and return the value of ``expression`` after them.
 
-    The process runs in a temporary folder with the demo model, so that files that a block writes are removed.
+    The process runs in a temporary folder with the demo and the chat model, so that files of a block are removed.
 
     Args:
         python_blocks: The blocks.
@@ -68,7 +68,8 @@ def run_python(python_blocks: list[Block], expression: str, *, warm: bool = True
     program = _PROGRAM.format(job=json.dumps(job))
     environment = os.environ | ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "demo").symlink_to(ROOT / "demo")
+        for name in ("demo", ".models"):
+            Path(folder, name).symlink_to(ROOT / name)
         done: Any
         if warm:
             done = run_warm(program, environment=environment, folder=Path(folder))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.docs.markdown import blocks
 from tests.docs.runner import blocks_of, offline_blocks, run_python, run_with_fake_curl
-from tests.repo.tree import read
+from tests.repo.tree import ROOT, read
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
 from vllm_steer.patching.request import check_fields
@@ -134,3 +134,14 @@ def test_doctor_guide_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_guide_names_the_switches() -> None:
     """Catches a switch that the guide does not mention."""
     assert all(switch.flag in read(DOCTOR) for switch in SWITCHES)
+
+
+LAB = "docs/guides/lab.md"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".models/SmolLM2-135M-Instruct").exists(), reason="run `make model`")
+def test_lab_guide_runs() -> None:
+    """Catches an example that no longer runs, and a vector without effect."""
+    score = "[sorted(directions)[::13], directions[12].auroc > 0.8]"
+    assert run_python(offline_blocks(LAB), score) == [[6, 19], True]

@@ -158,6 +158,8 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: capture(hooks=[]), "capture.memory.hooks: is empty", "name at least one site such as"),
     (lambda: capture(hooks=["resid_post.1"] * 30000), "hooks: has 30000 sites; at most 4096", '{"post_block": "all"}'),
     (lambda: readout(lens={}, bias=0), "readouts.a.bias: is a parameter of probe only", "only; omit it"),
+    (lambda: readout(lens={"tokens": [" he"]}), "readouts.a.lens.tokens[0]: must be a token id", "tokenizer gives it"),
+    (lambda: readout(lens={"tokens": [3, 3]}), "readouts.a.lens.tokens: [3, 3] names a token id", "name each once"),
     (lambda: readout(lens={}, top_k=3), "readouts.a.top_k: is a parameter of sae only", "give it inside lens"),
     (lambda: readout(lens={}, layer=None), "readouts.a.layer: is missing", "give layer, or layers for a lens"),
     (lambda: readout(probe="x"), "readouts.a.probe: must be a probe of a module", "such as"),

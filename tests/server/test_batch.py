@@ -67,9 +67,10 @@ async def responses_to(
     made: list[Any] = []
 
     async def all_lines(engine_client: Any, args: Any) -> None:
-        made.extend(
-            [await run_batch.run_request(handler, request, run_batch.BatchProgressTracker()) for request in requests]
-        )
+        # vLLM 0.33 has no tracker of the progress.
+        tracker = getattr(run_batch, "BatchProgressTracker", None)
+        rest = () if tracker is None else (tracker(),)
+        made.extend([await run_batch.run_request(handler, request, *rest) for request in requests])
 
     await batch.run(all_lines, FakeEngine() if engine is None else engine, Namespace(**flags))
     return [json.loads(answer.model_dump_json()) for answer in made]

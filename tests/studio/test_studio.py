@@ -314,14 +314,15 @@ def test_pure_parts(opened: Opened) -> None:
     page = opened.open(key=None)
     found = page.evaluate(
         """async () => {
-          const [api, chat, edits, server, turn] = await Promise.all(
-            ["api", "chat", "edits", "server", "turn"].map((name) => import(`./${name}.js`)));
+          const [api, chat, edits, server, turn, ui] = await Promise.all(
+            ["api", "chat", "edits", "server", "turn", "ui"].map((name) => import(`./${name}.js`)));
           const fault = (run) => { try { return run(); } catch (error) { return error.message; } };
           return {
             events: api.splitEvents("data: 1\\r\\n\\r\\n: note\\n\\ndata: 2\\n\\ndata: 3"),
             message: [api.messageOf(400, '{"error": {"message": "no"}}'),
               api.messageOf(502, "<h1>"), api.messageOf(500, "")],
             layers: [chat.readLayers("4-6, 0,29"), fault(() => chat.readLayers("all")), chat.spreadLayers(30, 40, 5)],
+            visible: ui.visible(" a b\\n\u202e\u00a0"),
             ranges: server.byReason({0: "a", 1: "a", 2: "b", 5: "a"}),
             split: [turn.splitTexts("␞␞a␞ b␞", 2), turn.splitTexts("␞ ␞a ␞b ␞", 2), turn.splitTexts("␞␞␞a␞", 1)],
             texts: [turn.textsOf(["a", "b"], "ab"), turn.textsOf(["\\ufffd", "\\ufffd"], "é")],
@@ -339,6 +340,7 @@ def test_pure_parts(opened: Opened) -> None:
     assert found["message"] == ["no", "<h1>", "HTTP 500"]
     assert found["layers"][0] == [0, 4, 5, 6, 29] and "'all'" in found["layers"][1]
     assert found["layers"][2] == [6, 14, 22, 29] or found["layers"][2][-1] == 29
+    assert found["visible"] == "␣a b⏎U+202EU+00A0"
     assert found["ranges"] == [["0-1, 5", "a"], ["2", "b"]]
     assert found["split"] == [["a", " b"], ["a", "b"], None]
     assert found["texts"] == [["a", "b"], ["", "é"]]

@@ -25,7 +25,7 @@ from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.vector_files import read_vector_file, write_vector_file
-from vllm_steer.vectors import Choice
+from vllm_steer.vectors import Choice, read_vectors
 from vllm_steer.vectors.formats import FORMATS
 
 DATA = Path(__file__).parent / "data"
@@ -108,14 +108,14 @@ REFUSED: dict[str, tuple[bytes, Choice, str]] = {
     "one vector": (npy(V), Choice(), "--layer N --point"),
     "one vector without a point": (npy(V), Choice(layers=(1,)), "--point"),
     "one vector at two layers": (npy(V), Choice(layers=(1, 2), point="post_block"), "one vector; give one layer"),
-    "a matrix": (npy(ROWS), Choice(), "--format hidden-states"),
+    "a matrix": (npy(ROWS), Choice(), "convert FILE OUT.safetensors --format hidden-states|rows"),
     "hidden states without a layer": (npy(ROWS), Choice("hidden-states"), "--layer N"),
     "the row after the final norm": (npy(ROWS), Choice("hidden-states", (3,)), "3 is not in the file"),
     "numbers": (save({"5": V, "6": V}), Choice(), "hook point is not in the file"),
     "svec": (svec(**{"3": V.tolist()}), Choice(), "hook point is not in the file"),
     "svec with rows": (svec(**{"3": [V.tolist()] * 2}), Choice(point="pre_attn"), "has 2 rows"),
     "svec with a name": (svec(a=V.tolist()), Choice(point="pre_attn"), "not the number of a layer"),
-    "the generator's file": ((DATA / "cvector-generator.gguf").read_bytes(), Choice(), "--format cvector-generator"),
+    "the generator's file": ((DATA / "cvector-generator.gguf").read_bytes(), Choice(), "|cvector-generator"),
     "hidden_states": (save({"hidden_states.4": V}), Choice(), "final norm"),
     "another point": (save({"layers.4": V}), Choice(point="pre_attn"), "the file has post_block"),
     "another format": (save({"layers.4": V}), Choice("svec"), "has the content of sites"),
@@ -123,15 +123,16 @@ REFUSED: dict[str, tuple[bytes, Choice, str]] = {
     "no point": (npy(V), Choice(layers=(1,), point="resid"), "not a hook point"),
     "no such layer": (save({"layers.4": V}), Choice(layers=(5,)), "5 is not in the file, which has [4]"),
     "a layer twice": (save({"layers.4": V, "resid_post.4": V}), Choice(), "second vector"),
-    "a layer beyond all": (npy(V), Choice(layers=(1 << 20,), point="post_block"), "has no layer here"),
-    "a negative layer": (npy(V), Choice(layers=(-1,), point="post_block"), "has no layer here"),
+    "a layer beyond all": (npy(V), Choice(layers=(1 << 20,), point="post_block"), "must be 0 to 4095"),
+    "a negative layer": (npy(V), Choice(layers=(-1,), point="post_block"), "layer: must be 0 to 4095, not -1"),
+    "options so far": (npy(V), Choice("vector", (7,)), "OUT.safetensors --format vector --layer 7 --point pre_attn|"),
+    "the row of the embedding": (npy(ROWS), Choice("hidden-states", (-1,)), "layer: must be 0"),
     "unknown names": (save({"foo1": V, "bar2": V}), Choice(), "not the name of a site"),
     "an autoencoder": (save({"W_dec": ROWS, "b_dec": V}), Choice(), "--steering-sae"),
     "three dimensions": (npy(ROWS[None]), Choice(), "shape [1, 5, 8]"),
     "more rows than layers": (npy(np.zeros((5000, 2))), Choice("rows", (1,), "post_block"), "shape [5000, 2]"),
     "integers": (npy(np.arange(8)), Choice(), "int64"),
     "objects": (npy(np.array([None])), Choice(), "object"),
-    "a .pt file": (pt({"v": torch.ones(8)}), Choice(), "weights_only=True"),
     "a pickle": (b"\x80\x04\x95" + bytes(30), Choice(), "nothing is unpickled"),
     "nothing": (b"", Choice(), "is not a safetensors file"),
     "a text": (b"hello, world", Choice(), "is not a safetensors file"),
@@ -159,7 +160,7 @@ def test_refuses(case: str) -> None:
 @cache
 def valid() -> tuple[bytes, ...]:
     files = [data for data, _, _ in READ.values()]
-    return (*files, *((DATA / name).read_bytes() for name in ("repeng.gguf", "layers.safetensors")), pt([V]))
+    return (*files, *((DATA / name).read_bytes() for name in ("repeng.gguf", "layers.safetensors")), pt(torch.ones(8)))
 
 
 @settings(max_examples=150, deadline=None)
@@ -214,7 +215,7 @@ def test_strength_is_part_of_a_direction(tmp_path: Path) -> None:
     [
         ({"decode": {"post_block": {1: V}}}, "x.gguf", "no place for decode"),
         ({"base": {"pre_attn": {1: V}}}, "x.gguf", "pre_attn of layer 1"),
-        ({"base": {"post_block": {0: V}}}, "x.gguf", "post_block of layer 0"),
+        ({"base": {"post_block": {0: V}}}, "x.gguf", "post_block of layer 0 .* take those with --layer"),
         ({"base": {"post_block": {1: V}}}, "x.pt", ".safetensors or .gguf"),
     ],
 )
@@ -225,12 +226,28 @@ def test_what_a_file_cannot_contain_is_not_written(tmp_path: Path, content: Any,
     assert not (tmp_path / name).exists()
 
 
+def test_a_module_is_not_read_as_vectors() -> None:
+    """Catches advice to rename the tensors of a module's file."""
+    with pytest.raises(SteeringError, match="is a tensor of a module's file; register the file as it is"):
+        read_vectors(save({"base.post_block.1": V}))
+
+
+def test_the_options_are_kept() -> None:
+    """Catches a module of a bare vector that tells neither the layer nor the point that its user chose."""
+    _, about = read_vector_file(npy(V), Choice(layers=(7,), point="pre_attn"))
+    assert about.provenance["given"] == "--layer 7 --point pre_attn"
+    assert "given" not in read_vector_file(DATA / "repeng.gguf")[1].provenance
+
+
 def test_command_errors(tmp_path: Path) -> None:
     """Catches a traceback, and an error without the file's name."""
     shown = convert(tmp_path / "none.gguf", tmp_path / "x.gguf", status=1)
     assert "none.gguf" in shown and "No such file" in shown
     (tmp_path / "one.npy").write_bytes(npy(V))
-    assert "one.npy: file: has the format vector" in convert(tmp_path / "one.npy", tmp_path / "x.gguf", status=1)
+    one, out = tmp_path / "one.npy", tmp_path / "x.gguf"
+    shown = convert(one, out, "--layer", 7, status=1).replace("\n", "")
+    assert "one.npy: file: has the format vector" in shown
+    assert f"vllm-steer convert {one} {out} --layer 7 --point pre_attn|" in shown
 
 
 def test_the_registry_reads_every_file(tmp_path: Path) -> None:

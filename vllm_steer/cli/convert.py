@@ -30,7 +30,7 @@ def convert(
 
     check_output(out)
     with failing_on(SteeringError, OSError):
-        module, metadata = read_vector_file(source, Choice(form, tuple(layer or ()), point))
+        module, metadata = read_vector_file(source, Choice(form, tuple(layer or ()), point), out)
         write_vector_file(out, module, metadata)
     sites = ", ".join(f"{edit.point} of layer {edit.layers[0]}" for edit in module.base)
     typer.echo(f"{out}: {sites or 'a module'}, width {module.width}, {module.digest}")

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_steer.cli import captures, chat, keys, modules, steering
+from vllm_steer.cli import captures, chat, keys, lab, modules, steering
 from vllm_steer.cli.convert import convert
+from vllm_steer.cli.engine import ENGINE_CONTEXT
 from vllm_steer.cli.fuzz import fuzz
 from vllm_steer.cli.output import fail, group
 from vllm_steer.cli.patch import patch
@@ -20,7 +21,8 @@ app = group("Activation steering and capture for vLLM.")
 app.add_typer(captures.app, name="captures")
 app.command()(convert)
 app.command()(fuzz)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(patch)
+app.command(context_settings=ENGINE_CONTEXT)(patch)
+app.command(context_settings=ENGINE_CONTEXT)(lab.make)
 app.add_typer(modules.app, name="modules")
 app.add_typer(keys.app, name="keys")
 app.command(name="set")(steering.set_steering)
@@ -30,7 +32,7 @@ app.command()(chat.chat)
 
 @app.command(
     add_help_option=False,  # vLLM's own --help is shown
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings=ENGINE_CONTEXT,
     options_metavar="MODEL ...",
 )
 def serve(context: typer.Context) -> None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, connect
+from vllm_steer.cli.engine import start_engine
 from vllm_steer.cli.output import check_output, fail, failing_on, print_table
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def patch(
                 except SteeringError as error:
                     raise fail(f"{study}: {error}") from None
         else:
-            result = _offline(model, _engine_options(context.args), body, out)
+            result = _offline(model, context.args, body, out)
     except SteeringError as error:
         raise fail(f"{study}: {error}") from None
     if out is not None:
@@ -123,26 +124,7 @@ def _over_http(client: Any, body: Mapping[str, Any]) -> PatchingResult:
     raise fail("the server ended the study without a result")
 
 
-def _engine_options(words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of ``LLM`` for options of vLLM's engine."""
-    if not words:
-        return {}
-    from vllm_steer.compat.internals import EngineArgs, FlexibleArgumentParser
-
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
-        def error(self, message: str) -> NoReturn:
-            raise fail(f"{message}; `vllm serve --help=all` lists the options of vLLM's engine")
-
-    parser = EngineArgs.add_cli_args(Parser(prog="vllm-steer patch", add_help=False, allow_abbrev=False))
-    defaults, given = (vars(parser.parse_args(each)) for each in ([], list(words)))
-    options = {name: value for name, value in given.items() if value != defaults[name]}
-    for name in options.keys() - EngineArgs.__dataclass_fields__.keys():
-        raise fail(f"--{name.replace('_', '-')}: only options of vLLM's engine can be given with --model")
-    return options
-
-
-def _offline(model: str, options: Mapping[str, Any], body: Mapping[str, Any], out: Path | None) -> PatchingResult:
-    from vllm_steer.errors import SteeringError
+def _offline(model: str, options: Sequence[str], body: Mapping[str, Any], out: Path | None) -> PatchingResult:
     from vllm_steer.patching.request import check_fields, read_study
     from vllm_steer.points import OPTIONAL_POINTS
     from vllm_steer.request.sites import read_point
@@ -152,14 +134,7 @@ def _offline(model: str, options: Mapping[str, Any], body: Mapping[str, Any], ou
     names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
     named = {read_point(name, "points") for name in names}  # also by names of other libraries
     points = [point for point in OPTIONAL_POINTS if point in named]
-    from vllm_steer import LLM
-
-    try:
-        llm = LLM(model, enable_steering=True, steering_config={"points": points}, **options)
-    except SteeringError:
-        raise
-    except (OSError, ValueError, RuntimeError) as error:  # as for a name or a dtype that does not exist
-        raise fail(f"the model {model} cannot be started: {error}") from None
+    llm = start_engine(model, options, "patch", points)
     study, arguments = read_study(body, llm)
     with failing_on(RuntimeError):  # an unpatched run failed
         return study.sweep(**arguments, file=out)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vllm_steer.registry.module import CONTENT_KEYS, EDITS, PROBES, Module, pars
 from vllm_steer.registry.module_files import MLP_PROBES, module_of, write_module
 from vllm_steer.vectors import Choice, read_vectors
 from vllm_steer.vectors.containers import MAX_FILE_BYTES, Container, open_container
+from vllm_steer.vectors.read import CONVERT
 
 _TENSOR_PREFIXES = (*CONTENT_KEYS, MLP_PROBES)
 
@@ -23,22 +25,25 @@ _TENSOR_PREFIXES = (*CONTENT_KEYS, MLP_PROBES)
 def read_vector_file(
     source: str | Path | bytes,
     choice: Choice = Choice(),  # noqa: B008 - immutable
+    out: str | Path = "OUT.safetensors",
 ) -> tuple[Module, ModuleMetadata]:
     """Read a module's file, or a vector file of another tool as a module.
 
     Args:
         source: A path, or the file's bytes.
         choice: What a file of another tool does not tell, or the layers to take.
+        out: The file to convert it to, for errors.
 
     Raises:
         SteeringError: The file cannot be read, is invalid, or does not tell where its vectors belong.
     """
     if isinstance(source, bytes):
-        return _read(source, choice)
+        return _read(source, choice, CONVERT)
     try:
         if (size := Path(source).stat().st_size) > MAX_FILE_BYTES:
             raise SteeringError("file", f"has {size} bytes; at most {MAX_FILE_BYTES} are read")
-        return _read(Path(source).read_bytes(), choice)
+        command = f"vllm-steer convert {shlex.quote(str(source))} {shlex.quote(str(out))}"
+        return _read(Path(source).read_bytes(), choice, command)
     except OSError as error:
         raise SteeringError("file", f"{source} cannot be read: {error.strerror or error}") from None
     except SteeringError as error:
@@ -51,7 +56,7 @@ def module_body(file: Container) -> dict[str, Any] | None:
     return file.content if is_body else None
 
 
-def _read(data: bytes, choice: Choice) -> tuple[Module, ModuleMetadata]:
+def _read(data: bytes, choice: Choice, command: str) -> tuple[Module, ModuleMetadata]:
     file = open_container(data)
     if (body := module_body(file)) is not None:
         content = {key: value for key, value in body.items() if key not in (*METADATA_KEYS, "name")}
@@ -59,7 +64,7 @@ def _read(data: bytes, choice: Choice) -> tuple[Module, ModuleMetadata]:
     elif file.kind == "safetensors" and _is_module(file.content):
         module, metadata = module_of(file)
     else:
-        found = read_vectors(file, choice)
+        found = read_vectors(file, choice, command)
         base: dict[str, dict[str, Any]] = {}
         for (point, layer), vector in found.vectors.items():
             base.setdefault(point, {})[str(layer)] = vector
@@ -88,7 +93,7 @@ def write_vector_file(path: Path, module: Module, metadata: ModuleMetadata) -> N
         raise SteeringError("out", f"a control vector has no place for {', '.join(beyond)}; write .safetensors")
     for edit in module.base:
         if edit.point != "post_block" or edit.layers[0] == 0:
-            problem = "a control vector has post_block from layer 1 on; write .safetensors"
+            problem = "a control vector has post_block from layer 1 on; take those with --layer, or write .safetensors"
             raise SteeringError("out", f"{edit.point} of layer {edit.layers[0]} has no place: {problem}")
     try:
         import gguf

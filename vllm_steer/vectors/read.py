@@ -12,13 +12,14 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.request.scalars import read_choice, shown
+from vllm_steer.request.scalars import read_choice, read_integer, shown
 from vllm_steer.request.vector import Vector, parse_vector
 from vllm_steer.site_names import find_foreign_site, site
 from vllm_steer.vectors.containers import Container, open_container
-from vllm_steer.vectors.formats import FORMATS, VectorFormat
+from vllm_steer.vectors.formats import FORMATS
 
-_CONVERT = "vllm-steer convert FILE OUT.safetensors"
+CONVERT = "vllm-steer convert FILE OUT.safetensors"
+"""Command that error messages advise."""
 _SAE_TENSORS = frozenset(("W_enc", "W_dec", "w_enc", "w_dec", "encoder.weight", "decoder.weight"))
 _DIRECTION = re.compile(r"direction\.([0-9]{1,9})")
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -28,7 +29,7 @@ _UNSIGNED, _SIGNED = ({f"{sign}INT{bits}" for bits in (8, 16, 32, 64)} for sign 
 
 
 class Choice(NamedTuple):
-    """Facts about a file that its user gives."""
+    """Facts about a file that its user gives. ``str`` is the options of ``vllm-steer convert`` that give them."""
 
     format: str | None = None
     """A name in `FORMATS`."""
@@ -36,6 +37,10 @@ class Choice(NamedTuple):
     """Layer of the file's only vector, or the layers to take from the file, in our numbering."""
     point: str | None = None
     """Hook point of vectors that have none in the file."""
+
+    def __str__(self) -> str:
+        options = {"--format": [self.format], "--layer": self.layers, "--point": [self.point]}
+        return "".join(f" {name} {value}" for name, values in options.items() for value in values if value is not None)
 
 
 class VectorFile(NamedTuple):
@@ -64,46 +69,55 @@ class _Found(NamedTuple):
     about: Mapping[str, object] = {}
 
 
-def read_vectors(data: bytes | Container, choice: Choice = Choice()) -> VectorFile:  # noqa: B008 - immutable
+def read_vectors(
+    data: bytes | Container,
+    choice: Choice = Choice(),  # noqa: B008 - immutable
+    command: str = CONVERT,
+) -> VectorFile:
     """Return the vectors of a file of another tool.
 
     Args:
         data: Content of the file, or the opened file. Its kind is recognised by the first bytes, its format by keys and
             names.
         choice: What the file does not tell, or which of its layers to take.
+        command: The command that converts the file, for errors.
 
     Raises:
         SteeringError: The file is damaged or not a vector file, or does not tell where its vectors belong.
     """
     found = _find(open_container(data) if isinstance(data, bytes) else data)
-    name = _choose(found.formats, choice.format)
+    name = _choose(found.formats, choice, command)
     vectors: dict[tuple[PointName, int], Vector] = {}
-    for entry in _placed(found.entries, name, choice):
+    for entry in _placed(found.entries, name, choice, command):
         if entry.site is None or not 0 <= entry.site[1] < MAX_LAYERS:
             raise SteeringError(f"file.{shown(entry.name)}", f"has no layer here: {FORMATS[name].numbering}")
         if entry.site in vectors:
             raise SteeringError(f"file.{shown(entry.name)}", f"is a second vector at {entry.site}; remove one of them")
         vectors[entry.site] = parse_vector(_single_row(entry.vector), f"file.{shown(entry.name)}")
     about = {"format": name, "numbering": FORMATS[name].numbering, **found.about}
+    if given := str(choice).strip():
+        about["given"] = given
     texts = {key: value if isinstance(value, str) else shown(value) for key, value in about.items()}
     return VectorFile(vectors, found.model if isinstance(found.model, str) else None, texts)
 
 
-def _choose(formats: tuple[str, ...], given: str | None) -> str:
+def _choose(formats: tuple[str, ...], choice: Choice, command: str) -> str:
+    given = choice.format
     if given is not None and read_choice(given, FORMATS, "format", what="a format") not in formats:
         raise SteeringError("format", f"{given} does not fit the file, which has the content of {' or '.join(formats)}")
     if given is None and len(formats) > 1:
-        meanings = "; ".join(f"--format {name}: {FORMATS[name].numbering}" for name in formats)
-        raise SteeringError("file", f"can mean several things; choose with {_CONVERT} and {meanings}")
+        meanings = ", or ".join(f"{name}: {FORMATS[name].numbering}" for name in formats)
+        advice = f"choose with {command} --format {'|'.join(formats)}{choice}"
+        raise SteeringError("file", f"can mean several things ({meanings}); {advice}")
     return given or formats[0]
 
 
-def _placed(entries: list[_Entry], name: str, choice: Choice) -> list[_Entry]:
+def _placed(entries: list[_Entry], name: str, choice: Choice, command: str) -> list[_Entry]:
     """Return the entries with their sites; if layers are chosen, only the entries of these layers."""
     form, layers = FORMATS[name], choice.layers
     point = None if choice.point is None else read_choice(choice.point, POINT_NAMES, "point", what="a hook point")
     named = {form.point} if form.point else {entry.site[0] for entry in entries if entry.site}
-    _check_told(name, form, layers, point, named)
+    _check_told(name, choice, point, named, command)
     at = form.point or point
     if name == "vector":
         placed = [entry._replace(number=layers[0]) for entry in entries]
@@ -119,14 +133,16 @@ def _placed(entries: list[_Entry], name: str, choice: Choice) -> list[_Entry]:
     return [entry for entry in placed if not layers or (entry.site and entry.site[1] in layers)]
 
 
-def _check_told(
-    name: str, form: VectorFormat, layers: tuple[int, ...], point: PointName | None, named: set[PointName]
-) -> None:
+def _check_told(name: str, choice: Choice, point: PointName | None, named: set[PointName], command: str) -> None:
     """Raise SteeringError unless file and user together tell layers and hook point, and do not differ."""
+    form, layers = FORMATS[name], choice.layers
+    for layer in layers:
+        read_integer(layer, 0, MAX_LAYERS - 1, "layer")
     needed = " --layer N" * (form.needs_layer and not layers)
     needed += "" if named or point else f" --point {'|'.join(POINT_NAMES)}"
     if needed:
-        raise SteeringError("file", f"has the format {name}: {form.numbering}; tell it with {_CONVERT}{needed}")
+        advice = f"tell it with {command}{choice}{needed}"
+        raise SteeringError("file", f"has the format {name}: {form.numbering}; {advice}")
     if named and point and named != {point}:
         raise SteeringError("point", f"is {point}, but the file has {' and '.join(sorted(named))}; omit it")
     if name == "vector" and len(layers) > 1:
@@ -177,7 +193,13 @@ def _site(name: object, field: object) -> tuple[PointName, int]:
     try:
         return site(str(name))
     except SteeringError as error:
-        raise SteeringError(f"file.{shown(field)}", error.problem) from None
+        problem = error.problem
+    try:
+        site(str(name).partition(".")[2])
+        problem = f"{shown(name)} is a tensor of a module's file; register the file as it is, with register_file"
+    except SteeringError:
+        pass
+    raise SteeringError(f"file.{shown(field)}", problem)
 
 
 def _find_gguf(container: Container) -> _Found:

@@ -84,8 +84,13 @@ export class Field extends View {
   }
 }
 
-/** Show white space as visible signs. */
-export const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ +| +$/g, (run) => "␣".repeat(run.length));
+/** Show white space and control characters, also those that turn the direction of text, as visible signs. */
+export const visible = (text) =>
+  text
+    .replaceAll("\n", "⏎")
+    .replaceAll("\t", "⇥")
+    .replace(/^ +| +$/g, (run) => "␣".repeat(run.length))
+    .replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\u00a0]/gu, (sign) => `U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`);
 
 /** Format a number with at most `digits` significant digits. */
 export const short = (value, digits = 3) => (value === null || value === undefined ? "–" : String(Number(value.toPrecision(digits))));

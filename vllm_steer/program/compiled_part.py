@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_steer.request.part import Marker, Span
+from vllm_steer.request.message_parts import Marker, Span
 from vllm_steer.request.selector import Selector
 
 NO_TOKEN = -1

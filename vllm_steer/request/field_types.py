@@ -7,10 +7,12 @@ msgspec decodes and checks a correct value in one call. It refuses another one w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+from functools import partial
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -39,7 +41,8 @@ class Declared(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
     ``__post_init__`` checks rules between fields; its errors have paths relative to the object. A field of another
     class is read by the ``parse`` of that class and written by its ``to_wire``. ``extra`` in the metadata of a field
-    may have ``missing``, the problem if the field is absent, and ``aliases``, names that other interfaces use.
+    may have ``missing``, the problem if the field is absent, ``aliases``, names that other interfaces use, ``what``,
+    the noun of an integer, and ``read``, a function that reads a value for a path.
     """
 
     def to_wire(self) -> dict[str, Any]:
@@ -94,37 +97,41 @@ def _read_fields(form: type[T], value: Any, field: str) -> T:
     for each in declared:
         path = join(field, each.encode_name)
         if each.encode_name in value:
-            given[each.name] = _read_type(each.type, {}, value[each.encode_name], path)
+            given[each.name] = reader(each.type)(value[each.encode_name], path)
         elif each.required:
-            raise SteeringError(path, f"is missing{_extra(each.type).get('missing', '')}")
+            raise SteeringError(path, f"is missing{extra(each.type).get('missing', '')}")
     try:
         return form(**given)
     except SteeringError as error:
         raise SteeringError(join(field, error.field), error.problem) from None
 
 
-def _extra(kind: Any) -> dict[str, Any]:
+def extra(kind: Any) -> dict[str, Any]:
+    """Return what the metadata of an annotated type has besides msgspec's own."""
     return {key: value for meta in kind.__metadata__ for key, value in (meta.extra or {}).items()}
 
 
-def _read_type(kind: Any, bounds: Mapping[str, Any], value: Any, path: str) -> Any:
-    """Return ``value``, read as a type; raise SteeringError if it has another one."""
+def reader(kind: Any, bounds: Mapping[str, Any] = MappingProxyType({})) -> Callable[[Any, str], Any]:
+    """Return the function that reads a value as an annotated type with these bounds.
+
+    It takes the value and its path, and raises SteeringError if the value has another type.
+    """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _read_type(args[0], {"low": args[1].ge, "high": args[1].le, **_extra(kind)}, value, path)
+        own = {"low": args[1].ge, "high": args[1].le, **extra(kind)}
+        return own["read"] if "read" in own else reader(args[0], own)
     if origin in (Union, UnionType):  # the only unions are those with null
-        return None if value is None else _read_type(args[0], bounds, value, path)
+        inner = reader(args[0], bounds)
+        return lambda value, path: None if value is None else inner(value, path)
     if origin is Literal:
-        return read_choice(value, args, path, aliases=bounds.get("aliases", {}))
-    if kind is float:
-        return read_number(value, path)
+        return lambda value, path: read_choice(value, args, path, aliases=bounds.get("aliases", {}))
     if kind is int:
-        return read_integer(value, bounds["low"], bounds["high"], path)
-    if kind is bool:
-        return read_flag(value, path)
+        return lambda value, path: read_integer(value, bounds["low"], bounds["high"], path, bounds.get("what", ""))
+    if kind in (float, bool):
+        return read_number if kind is float else read_flag
     if isinstance(kind, type) and issubclass(kind, Declared):
-        return read(kind, value, path)
-    return kind.parse(value, path) if hasattr(kind, "parse") else value  # other types are read by __post_init__
+        return partial(read, kind)
+    return getattr(kind, "parse", lambda value, path: value)  # other types are read by __post_init__
 
 
 def json_schema(form: Any) -> Schema:
@@ -141,8 +148,9 @@ def json_schema(form: Any) -> Schema:
         for key in ("minimum", "maximum"):
             if abs(inlined.get(key, 0)) == FLOAT32_MAX:  # of Number
                 del inlined[key]
-        if _ANY_OF in inlined:
-            inlined["anyOf"] = inlined.pop(_ANY_OF)
+        if _ANY_OF in inlined:  # instead of the schema of the type
+            kept = {key: inlined[key] for key in ("description", "default") if key in inlined}
+            inlined = kept | ({"anyOf": inlined[_ANY_OF]} if len(inlined[_ANY_OF]) > 1 else inlined[_ANY_OF][0] | kept)
         if "$ref" in part:
             inlined = {**inline(definitions[part["$ref"].rpartition("/")[2]]), **inlined}
         return inlined
@@ -151,6 +159,34 @@ def json_schema(form: Any) -> Schema:
     return whole
 
 
+def form_of(cls: type, *omitted: str, closed: bool = True) -> Any:
+    """Return the JSON form of a class whose attributes are the arguments of its constructor, as a msgspec type.
+
+    Types, bounds and descriptions are those of the annotated attributes, defaults those of the arguments. Attributes
+    with `any_of` have these forms instead of their types.
+
+    Args:
+        cls: The class.
+        omitted: Arguments that are not in the form.
+        closed: Whether objects may have no other keys.
+    """
+    types, arguments = get_type_hints(cls, include_extras=True), inspect.signature(cls).parameters
+    fields: list[Any] = [
+        (name, _form_type(types[name]), *(() if each.default is each.empty else (each.default,)))
+        for name, each in arguments.items()
+        if name not in omitted
+    ]
+    text = (cls.__doc__ or "").partition("\n")[0]
+    return msgspec.defstruct(
+        cls.__name__, fields, kw_only=True, forbid_unknown_fields=closed, namespace={"__doc__": text}
+    )
+
+
+def _form_type(kind: Any) -> Any:
+    given = any(_ANY_OF in (meta.extra_json_schema or {}) for meta in kind.__metadata__)
+    return Annotated[(Any, *kind.__metadata__)] if given else kind
+
+
 def any_of(*forms: Any) -> msgspec.Meta:
-    """Return metadata for a type that msgspec's unions, of one object type at most, cannot express."""
+    """Return metadata with JSON forms that msgspec's unions, of one object type at most, cannot express."""
     return msgspec.Meta(extra_json_schema={_ANY_OF: [json_schema(form) for form in forms]})

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from vllm_steer import SteeringError
-from vllm_steer.request import declared
+from vllm_steer.request import field_types
 from vllm_steer.request.condition import Condition, Stop
-from vllm_steer.request.declared import json_schema, read
+from vllm_steer.request.field_types import json_schema, read
 from vllm_steer.request.readout import parse_readouts
 
 ABOVE = {"readout": "refusal", "above": 0.5}
@@ -36,7 +36,7 @@ def test_the_wire_form_is_the_declaration(value: dict[str, Any]) -> None:
 
 def test_correct_values_are_read_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a loop over the fields of each correct condition."""
-    monkeypatch.setattr(declared, "_read_fields", lambda *_: pytest.fail("the fields were read one by one"))
+    monkeypatch.setattr(field_types, "_read_fields", lambda *_: pytest.fail("the fields were read one by one"))
     for value in CONDITIONS:
         read(Condition, value, "when")
 

@@ -2,7 +2,7 @@
 """Requests that vLLM's CPU build answers wrongly, or that stop its engine, with or without steering.
 
 They are refused in engines with steering. Other devices serve them. Faults that are repaired are in
-:mod:`vllm_steer.engine.cpu_faults`.
+:mod:`vllm_steer.engine.cpu_workarounds`.
 """
 
 from __future__ import annotations

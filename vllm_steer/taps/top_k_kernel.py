@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for :func:`vllm_steer.taps.heads.record_largest`, which is the definition.
+"""Triton kernels for :func:`vllm_steer.taps.heads.record_top_k`, which is the definition.
 
 The first kernel reads the products once, in their own dtype. Each program computes the outputs of one block of a row
 and keeps the largest as sortable integers: the bits of an output in the upper half, the complement of its index in the
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_steer.taps.heads import Activation, Head, Places, record_largest
+from vllm_steer.taps.heads import Activation, Head, Places, record_top_k
 
 MOST = 16
 """Largest ``k`` of the kernels. Each output costs a pass over the block, so the definition handles larger ones."""
@@ -96,10 +96,10 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         tl.store(own + k + place, value)
 
 
-def launch_largest(
+def launch_top_k(
     record: torch.Tensor, places: Places, products: torch.Tensor, activation: Activation | None, k: int
 ) -> None:
-    """Run :func:`vllm_steer.taps.heads.record_largest` as two kernels, without a sync.
+    """Run :func:`vllm_steer.taps.heads.record_top_k` as two kernels, without a sync.
 
     Args:
         record: ``[tokens, columns]`` float32.
@@ -110,7 +110,7 @@ def launch_largest(
     """
     rows, outputs = products.shape
     if k > MOST or products.stride(1) != 1:
-        record_largest(record, places, products, activation, k)
+        record_top_k(record, places, products, activation, k)
         return
     if rows == 0:
         return
@@ -178,4 +178,4 @@ def warm_up(head: Head, dtype: torch.dtype, device: torch.device, hidden: int) -
     record = torch.zeros(1, 2, device=device)
     # Rows of an odd width are aligned alternately.
     for row in (products[:1], products[1:]):
-        launch_largest(record, Places(zero, zero, zero.bool()), row, head.activation, 1)
+        launch_top_k(record, Places(zero, zero, zero.bool()), row, head.activation, 1)

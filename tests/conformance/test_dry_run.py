@@ -16,30 +16,30 @@ from tests.conformance import two_ranks
 from tests.conformance.branches import BRANCHES, supported_branches
 from tests.conformance.kernels import media_stubs
 from tests.conformance.model import LAYERS, TinyModel, config_of
-from tests.conformance.part import selected
+from tests.conformance.shard import selected
 from tests.conformance.zoo_settings import SETTINGS
-from vllm_steer.models.outline import outline
+from vllm_steer.models.dry_run import dry_run
 
 ROWS = [tiny for tiny in SETTINGS if selected(tiny.name)]
 
 
-def _outline(model: str) -> dict[str, Any]:
+def _dry_run(model: str) -> dict[str, Any]:
     """Return the facts as a child of ``doctor`` does, and leave no groups of ranks for the next model."""
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
     try:
         with media_stubs():
-            return outline(model, {"points": list(BRANCHES)}, {})
+            return dry_run(model, {"points": list(BRANCHES)}, {})
     finally:
         destroy_model_parallel()
         destroy_distributed_environment()
 
 
-def _outline_of_row(name: str, folder: Path) -> dict[str, Any]:
+def _dry_run_of_row(name: str, folder: Path) -> dict[str, Any]:
     """Return the facts about a model of another platform, whose settings only the engine has."""
     with two_ranks.prepare(name):
         two_ranks.save(two_ranks.row(name), folder)
-        facts = outline(str(folder / name), {}, {"swa_bounded_replay": False})
+        facts = dry_run(str(folder / name), {}, {"swa_bounded_replay": False})
     return facts
 
 
@@ -51,12 +51,12 @@ def vllm_process() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.parametrize("tiny", ROWS, ids=str)
-def test_outline_agrees_with_the_proven_row(tiny: TinyModel, vllm_process: ProcessPoolExecutor, tmp_path: Path) -> None:
+def test_dry_run_agrees_with_the_proven_row(tiny: TinyModel, vllm_process: ProcessPoolExecutor, tmp_path: Path) -> None:
     """Catches a doctor that fails on a proven model, or reports other layers or points than its engine serves."""
     config = config_of(tiny)
     config.architectures = [tiny.architecture or getattr(transformers, tiny.auto)._model_mapping[type(config)].__name__]
     config.save_pretrained(tmp_path)
-    facts = vllm_process.submit(_outline, str(tmp_path)).result()
+    facts = vllm_process.submit(_dry_run, str(tmp_path)).result()
     assert "problem" not in facts, facts["problem"]
     assert {recipe["layer"].rpartition(".")[2] for recipe in facts["recipes"]} == tiny.layers
     assert facts["num_layers"] == LAYERS
@@ -96,10 +96,10 @@ def _save_published(name: str, folder: Path, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if selected(name)])
-def test_outline_of_published_sizes(name: str, vllm_process: ProcessPoolExecutor, tmp_path: Path) -> None:
+def test_dry_run_of_published_sizes(name: str, vllm_process: ProcessPoolExecutor, tmp_path: Path) -> None:
     """Catches a doctor that fails on a released model's sizes, or that needs memory for its weights."""
     _save_published(name, tmp_path)
-    facts = vllm_process.submit(_outline, str(tmp_path)).result()
+    facts = vllm_process.submit(_dry_run, str(tmp_path)).result()
     assert "problem" not in facts, facts["problem"]
     _, _, layer, count = PUBLISHED[name]
     assert {recipe["layer"].rpartition(".")[2] for recipe in facts["recipes"]} == {layer}
@@ -108,18 +108,18 @@ def test_outline_of_published_sizes(name: str, vllm_process: ProcessPoolExecutor
 
 
 @pytest.mark.skipif(not selected("DeepseekV3Config"), reason="belongs to another part of the architectures")
-def test_outline_refuses_a_stream_that_float16_scales(vllm_process: ProcessPoolExecutor, tmp_path: Path) -> None:
+def test_dry_run_refuses_a_stream_that_float16_scales(vllm_process: ProcessPoolExecutor, tmp_path: Path) -> None:
     """Catches a DeepSeek that is steered in float16, in which vLLM divides its stream by a factor."""
     _save_published("DeepseekV3Config", tmp_path, dtype="float16")
-    facts = vllm_process.submit(_outline, str(tmp_path)).result()
+    facts = vllm_process.submit(_dry_run, str(tmp_path)).result()
     assert "scales the stream by 1 / routed_scaling_factor; use --dtype bfloat16" in facts["problem"]
 
 
 @pytest.mark.skipif(not selected("deepseek_v41_engram"), reason="belongs to another part of the architectures")
-def test_outline_does_not_allocate_the_tables_of_n_grams(tmp_path: Path) -> None:
+def test_dry_run_does_not_allocate_the_tables_of_n_grams(tmp_path: Path) -> None:
     """Catches a doctor that allocates the tables in the host's memory, which on a machine without a GPU fails."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        facts = process.submit(_outline_of_row, "deepseek_v41_engram", tmp_path).result()
+        facts = process.submit(_dry_run_of_row, "deepseek_v41_engram", tmp_path).result()
     assert "problem" not in facts, facts["problem"]
     assert facts["num_layers"] == LAYERS
     assert not facts["unproven"]

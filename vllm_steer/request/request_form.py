@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON form of the fields that a request may have.
 
-The types of the fields are declared beside their checks (:mod:`vllm_steer.request.declared`). The OpenAPI document and
-docs/reference derive from their JSON Schemas.
+The types of the fields are declared beside their checks (:mod:`vllm_steer.request.field_types`). The OpenAPI document
+and docs/reference derive from their JSON Schemas.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import msgspec
 
 from vllm_steer.limits import MAX_READOUTS, MAX_STOPS
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.request.capture_form import CaptureForm
+from vllm_steer.request.capture import CaptureForm
 from vllm_steer.request.condition import Stop
-from vllm_steer.request.declared import Schema, any_of, json_schema
 from vllm_steer.request.edit import EditForm
+from vllm_steer.request.field_types import Schema, any_of, json_schema
 from vllm_steer.request.readout import Readout
 from vllm_steer.request.references import ReferencesForm
 from vllm_steer.request.vector import VectorForm
@@ -43,7 +43,8 @@ VectorsForm = Annotated[
 ]
 """Vectors to add, by hook point and layer."""
 EditsForm = Annotated[
-    list[EditForm], msgspec.Meta(min_length=1, description="Edits of any kind, in the order in which they apply.")
+    list[Annotated[Any, any_of(EditForm)]],
+    msgspec.Meta(min_length=1, description="Edits of any kind, in the order in which they apply."),
 ]
 
 
@@ -61,7 +62,7 @@ class RequestForm(msgspec.Struct, kw_only=True):
     steering: EditsForm
     steering_modules: Annotated[ReferencesForm, msgspec.Meta(min_length=1)]
     capture: Annotated[
-        dict[str, CaptureForm],
+        dict[str, Annotated[Any, any_of(CaptureForm)]],
         msgspec.Meta(min_length=1, description="Rows of the residual stream to capture, by consumer."),
     ]
     readouts: Annotated[

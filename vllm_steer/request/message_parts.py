@@ -2,8 +2,8 @@
 """Parts of a conversation that are decided by its tokens.
 
 A span of the output begins with a start token and ends with an end token; both belong to it. Which tokens mark the
-named parts depends on the model, so the front end fills them in (:mod:`vllm_steer.frontend.parts`). A request can name
-tokens itself.
+named parts depends on the model, so the front end fills them in (:mod:`vllm_steer.frontend.part_markers`). A request
+can name tokens itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
-from vllm_steer.request.declared import Declared, any_of
+from vllm_steer.request.field_types import Declared, any_of
 from vllm_steer.request.scalars import is_integer, read_choice, shown
 
 SpanName = Literal["thinking", "tool_call"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build a model on the meta device, from its configuration only, and report what an engine would serve.
 
-``python -m vllm_steer.models.outline`` reads a JSON object from standard input, with ``model`` (a local folder with
+``python -m vllm_steer.models.dry_run`` reads a JSON object from standard input, with ``model`` (a local folder with
 ``config.json``), ``steering`` (fields of :class:`~vllm_steer.config.SteeringConfig`) and ``engine`` (arguments of
 ``EngineArgs``). It prints the facts in the form in which a worker reports them. It runs in its own process because vLLM
 initialises process-wide state to build a model.
@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MARK = "vllm_steer.outline: "
+MARK = "vllm_steer.dry_run: "
 """Prefix of the line with the answer: vLLM prints to standard output as well."""
 
 
-def outline(model: str, steering: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
+def dry_run(model: str, steering: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts.
 
     ``problem`` is the reason if the model cannot be served. ``examined`` is False if the reason is vLLM's, which may
@@ -61,7 +61,7 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
     from vllm_steer.models.sae import check_encoder, encoder_bytes
     from vllm_steer.models.sae_site import check_model, models_of
     from vllm_steer.points import points_on
-    from vllm_steer.program.readouts import SAE_PREFIX
+    from vllm_steer.request.readout import SAE_PREFIX
     from vllm_steer.taps.tables import table_bytes, table_shapes
 
     import_architecture(model)
@@ -87,7 +87,7 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
     module = _build_on_meta(vllm_config)
     facts["model_class"] = type(module).__name__
     decoder = find_decoder(module, model_config.hf_text_config, allow_unproven=config.allow_unproven)
-    # The outline is built for a single rank.
+    # The model is built for a single rank.
     facts["refused"], facts["unread"] = decoder.refused(tensor_parallel=False), decoder.unread(tensor_parallel=False)
     facts["recipes"] = decoder.recipes()
     facts["unproven"] = list(decoder.unproven)
@@ -158,7 +158,7 @@ def _numbers_of_meta_tensors() -> Any:
     """Return a context in which models can read numbers that they compute while they are built.
 
     ``torch.tensor(number)`` makes a tensor with a value, and ``tolist`` of a tensor without data, such as the slopes of
-    ALiBi, returns zeros: the outline does not depend on them.
+    ALiBi, returns zeros: the dry run does not depend on them.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -177,7 +177,7 @@ def _numbers_of_meta_tensors() -> Any:
 
 def main() -> None:
     request = json.load(sys.stdin)
-    print(MARK + json.dumps(outline(request["model"], request["steering"], request["engine"])))
+    print(MARK + json.dumps(dry_run(request["model"], request["steering"], request["engine"])))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from vllm_steer.server import lifespan
 _FAULTS = """
 import resource, sys
 import numpy as np
-from vllm_steer.server.allocator import keep_freed_memory
+from vllm_steer.server.malloc import keep_freed_memory
 
 set_here = keep_freed_memory()
 for _ in range(3):

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS
 from vllm_steer.points import PointName
-from vllm_steer.request.edit import ARGUMENT_ALIASES, Edit, EditForm
+from vllm_steer.request.edit import ARGUMENT_ALIASES, ARGUMENTS, Edit
 from vllm_steer.request.scalars import did_you_mean, read_choice, read_number, shown
 from vllm_steer.request.selector import Selector, SelectorName
 from vllm_steer.request.sites import read_layer, read_point
@@ -29,8 +27,6 @@ GENERAL_FIELD = "steering"
 FIELD_NAMES: tuple[str, ...] = (*SHORT_FIELDS, GENERAL_FIELD)
 _FIRST = FIELD_NAMES[0]
 
-_EDIT_KEYS = EditForm.__struct_fields__
-_REQUIRED_KEYS = tuple(field.name for field in msgspec.structs.fields(EditForm) if field.required)
 _GATE_OF_OTHERS = (
     "is a gate of RhizoNymph/vllm (apply, scope); write an edit whose when names a readout, with the window token for "
     "the scope this_token, previous for next_step, and latch for rest_of_request"
@@ -167,15 +163,14 @@ def read_edits(value: object, field: str) -> Iterator[tuple[str, Edit]]:
 def _read_edit(item: object, path: str) -> Edit:
     if not isinstance(item, Mapping):
         raise SteeringError(path, f"must be an Edit or a dict of its arguments, not {shown(item)}")
-    unknown = [key for key in item if key not in _EDIT_KEYS]
+    unknown = [key for key in item if key not in ARGUMENTS]
     if "apply" in unknown:
         raise SteeringError(path, _GATE_OF_OTHERS)
     if unknown:
-        hint = did_you_mean(unknown[0], _EDIT_KEYS, ARGUMENT_ALIASES)
-        raise SteeringError(path, f"unknown key {shown(unknown[0])}; an edit has {', '.join(_EDIT_KEYS)}{hint}")
-    missing = [name for name in _REQUIRED_KEYS if name not in item]
-    if missing:
-        raise SteeringError(f"{path}.{missing[0]}", f"is missing; an edit needs {', '.join(_REQUIRED_KEYS)}")
+        hint = did_you_mean(unknown[0], ARGUMENTS, ARGUMENT_ALIASES)
+        raise SteeringError(path, f"unknown key {shown(unknown[0])}; an edit has {', '.join(ARGUMENTS)}{hint}")
+    if "kind" not in item:
+        raise SteeringError(f"{path}.kind", "is missing; an edit needs kind")
     if item.get("tokens", "all") is None:
         raise SteeringError(f"{path}.tokens", "must not be null; omit it for the default")
     try:

@@ -13,8 +13,8 @@ from vllm_steer.frontend.prompt_tokens import token_mask, without_placeholders
 from vllm_steer.frontend.roles import RoleTokens, end_of_text, read_role_tokens, read_template
 from vllm_steer.params import CAPTURE_KEY, PROGRAM_KEY, capture_specs, encode_specs, program_of
 from vllm_steer.program.bind import bind_selector, bind_to_prompt
-from vllm_steer.program.part import NO_TOKEN, CompiledPart, Markers
-from vllm_steer.request.part import IMAGE, Marker
+from vllm_steer.program.compiled_part import NO_TOKEN, CompiledPart, Markers
+from vllm_steer.request.message_parts import IMAGE, Marker
 from vllm_steer.request.scalars import shown
 
 _PARSER_FLAGS: Mapping[str, str] = {"thinking": "--reasoning-parser", "tool_call": "--tool-call-parser"}

@@ -13,11 +13,11 @@ from vllm.multimodal.inputs import PlaceholderRange
 
 from tests.repo.tree import ROOT
 from vllm_steer import Edit, SamplingParams, SteeringError
-from vllm_steer.frontend.parts import PartMarkers, bind_request
+from vllm_steer.frontend.part_markers import PartMarkers, bind_request
 from vllm_steer.frontend.prompt_tokens import without_placeholders
 from vllm_steer.params import program_of
 from vllm_steer.program import Program
-from vllm_steer.program.part import NO_TOKEN, CompiledPart
+from vllm_steer.program.compiled_part import NO_TOKEN, CompiledPart
 
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]"]
 

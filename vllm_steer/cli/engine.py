@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of commands that run a model themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from vllm_steer.cli.output import fail
+
+ENGINE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Settings of a command that takes options of vLLM's engine."""
+
+
+def start_engine(model: str, words: Sequence[str], command: str, points: Sequence[str] = ()) -> Any:
+    """Return an ``LLM`` with steering, or end the command.
+
+    Args:
+        model: Name or folder of the model.
+        words: Options of vLLM's engine, from the command line.
+        command: Name of the command.
+        points: Optional hook points that the command needs.
+    """
+    from vllm_steer.errors import SteeringError
+
+    options = _options(words, command)
+    from vllm_steer import LLM
+
+    try:
+        return LLM(model, enable_steering=True, steering_config={"points": list(points)}, **options)
+    except SteeringError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # as for a name or a dtype that does not exist
+        raise fail(f"the model {model} cannot be started: {error}") from None
+
+
+def _options(words: Sequence[str], command: str) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` for options of vLLM's engine."""
+    if not words:
+        return {}
+    from vllm_steer.compat.internals import EngineArgs, FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise fail(f"{message}; `vllm serve --help=all` lists the options of vLLM's engine")
+
+    parser = EngineArgs.add_cli_args(Parser(prog=f"vllm-steer {command}", add_help=False, allow_abbrev=False))
+    defaults, given = (vars(parser.parse_args(each)) for each in ([], list(words)))
+    options = {name: value for name, value in given.items() if value != defaults[name]}
+    for name in options.keys() - EngineArgs.__dataclass_fields__.keys():
+        raise fail(f"--{name.replace('_', '-')}: only options of vLLM's engine can be given with --model")
+    return options

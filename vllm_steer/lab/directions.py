@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directions in the residual stream, and files of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.lab.activations import WITHOUT_FIRST, Array
+from vllm_steer.points import PointName
+from vllm_steer.registry.metadata import parse_metadata
+from vllm_steer.registry.module import parse_module
+from vllm_steer.registry.vector_files import read_vector_file, write_vector_file
+from vllm_steer.request import Edit
+from vllm_steer.request.strict_json import parse_json
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """A direction at a hook point of a layer, from the negative to the positive examples.
+
+    A *dose* is the length of the added vector divided by the median length of the stream, so that a number means about
+    the same in each layer and model.
+    """
+
+    point: PointName
+    layer: int
+    unit: Array
+    """``[hidden]``, with length 1."""
+    stream: float
+    """Median length of the stream's rows, without the first token; NaN if a file does not tell."""
+    distance: float = 1.0
+    """Distance of the means of the two classes along the direction."""
+    centre: Array | None = None
+    """Midpoint of the means of the two classes ``[hidden]``; None if the direction was read from a file."""
+    auroc: float = float("nan")
+    """Probability that a positive example that the direction was not made of is further along than a negative one."""
+
+    @property
+    def vector(self) -> Array:
+        """The vector of a file, which moves the mean of the negative examples to that of the positive ones."""
+        return (self.unit * self.distance).astype(np.float32)
+
+    @property
+    def dose(self) -> float:
+        """Dose of `vector` with strength 1."""
+        return self.distance / self.stream
+
+    def add(self, dose: float, **fields: Any) -> Edit:
+        """Return the edit that adds a dose of the direction; ``fields`` are further arguments of `Edit`."""
+        if not self.stream > 0:
+            problem = f"of layer {self.layer} was read from a file that does not tell the length of the stream"
+            raise SteeringError("direction", f"{problem}; make it with make, or use a strength instead of a dose")
+        vector = self.unit * np.float32(self.stream)
+        return Edit("add", point=self.point, layers=self.layer, vector=vector, strength=dose, **fields)
+
+    def clamp(self, **fields: Any) -> Edit:
+        """Return the edit that holds the stream's component along the direction at the midpoint of the classes.
+
+        By default it leaves the first token alone: its stream is the same in all texts, and other tokens attend to it.
+        """
+        middle = self._middle
+        given = {"tokens": [list(each) for each in WITHOUT_FIRST], **fields}
+        return Edit("clamp", point=self.point, layers=self.layer, vector=self.unit, low=middle, high=middle, **given)
+
+    def probe(self, **fields: Any) -> dict[str, Any]:
+        """Return a readout: the component along the direction, 1 at the mean of the positives and -1 at the other's."""
+        scale = 2 / self.distance
+        bias = -scale * self._middle
+        return {
+            "probe": self.unit * np.float32(scale), "bias": bias, "point": self.point, "layer": self.layer, **fields
+        }  # fmt: skip
+
+    @property
+    def _middle(self) -> float:
+        """Component of the midpoint of the classes along the direction."""
+        if self.centre is None:
+            raise SteeringError("direction", "has no midpoint of two classes; make it of examples with make")
+        return float(self.centre @ self.unit)
+
+    def random(self, count: int = 20, seed: int = 0) -> list[Direction]:
+        """Return random directions with the same site and length."""
+        drawn = np.random.default_rng([seed, self.layer]).standard_normal((count, len(self.unit)))
+        units = (drawn / np.linalg.norm(drawn, axis=1, keepdims=True)).astype(np.float32)
+        return [replace(self, unit=unit) for unit in units]
+
+
+@dataclass(frozen=True, eq=False)
+class Directions(Mapping[int, Direction]):
+    """Directions of one hook point by layer, and how they were made.
+
+    Examples:
+        >>> from vllm_steer.lab import make  # doctest: +SKIP
+        >>> directions = make(llm, "pairs.jsonl", layers=range(8, 24))  # doctest: +SKIP
+        >>> directions.save("calm.safetensors", layers=[directions.best])  # doctest: +SKIP
+    """
+
+    by_layer: Mapping[int, Direction]
+    model: str
+    method: str
+    provenance: Mapping[str, str]
+    """What the directions were made of."""
+
+    def __getitem__(self, layer: int) -> Direction:
+        return self.by_layer[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.by_layer)
+
+    def __len__(self) -> int:
+        return len(self.by_layer)
+
+    @property
+    def best(self) -> int:
+        """The layer with the largest AUROC; of equal ones, the middle one."""
+        most = max((each.auroc for each in self.values() if each.auroc == each.auroc), default=None)
+        equal = [layer for layer, each in self.items() if most is None or each.auroc == most]
+        return equal[len(equal) // 2]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Directions:
+        """Read the vectors of a file in any format; one that `save` has written tells the lengths of the stream.
+
+        Raises:
+            SteeringError: The file cannot be read, or has something else than vectors of layers of one hook point.
+        """
+        module, metadata = read_vector_file(path)
+        if not module.base or len(module.all_edits) > len(module.base):
+            raise SteeringError(
+                "vectors", f"{path} is a module with other edits than vectors of layers; save those alone"
+            )
+        if len(points := {edit.point for edit in module.base}) > 1:
+            raise SteeringError("vectors", f"{path} has vectors at {', '.join(map(str, points))}; use one hook point")
+        streams = parse_json(metadata.provenance.get("stream", "{}"), f"{path}: provenance.stream")
+        found = {}
+        for edit in module.base:
+            layer, distance = int(edit.layers[0]), float(np.linalg.norm(edit.vector)) * edit.strength
+            if not distance or edit.point is None:
+                raise SteeringError("vectors", f"{path} has a vector of zeros at layer {layer}; remove it")
+            unit = (edit.vector * np.float32(edit.strength / abs(distance))).astype(np.float32)
+            stream = streams.get(str(layer)) if isinstance(streams, dict) else None
+            length = float(stream) if isinstance(stream, (int, float)) else float("nan")
+            found[layer] = Direction(edit.point, layer, unit, length, abs(distance))
+        return cls(found, metadata.model or "", metadata.provenance.get("method", ""), metadata.provenance)
+
+    def save(self, path: str | Path, layers: Sequence[int] | None = None) -> None:
+        """Write a module (``.safetensors``) or a control vector (``.gguf``). An existing file is replaced as a whole.
+
+        Args:
+            path: The file.
+            layers: Layers to write; all by default. Requests that use the file are steered at all of its layers.
+
+        Raises:
+            SteeringError: There is no such layer, or the file cannot be written.
+        """
+        chosen = {layer: self.get(layer) for layer in (self if layers is None else layers)}
+        if missing := [layer for layer, each in chosen.items() if each is None]:
+            raise SteeringError("layers", f"has no direction of layer {missing[0]}; use some of {list(self)}")
+        vectors: dict[str, dict[str, npt.NDArray[np.float32]]] = {}
+        streams, aurocs = {}, {}
+        for layer, each in chosen.items():
+            if each is not None:
+                vectors.setdefault(each.point, {})[str(layer)] = each.vector
+                streams[str(layer)], aurocs[str(layer)] = float(f"{each.stream:.6g}"), round(each.auroc, 4)
+        about = {**self.provenance, "stream": json.dumps(streams), "auroc": json.dumps(aurocs)}
+        metadata = parse_metadata({"model": self.model, "provenance": {"method": self.method, **about}})
+        target = Path(path)
+        temporary = target.with_name(f".{os.getpid()}.{target.name}")
+        try:
+            write_vector_file(temporary, parse_module({"base": vectors}), metadata)
+            temporary.replace(target)
+        except OSError as error:
+            problem = f"{target} cannot be written: {error.strerror or error}; make room or use another folder"
+            raise SteeringError("out", f"{problem}. An existing file is as it was") from None
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making directions from the activations of examples: difference of means, principal component, linear probe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_steer._version import __version__
+from vllm_steer.errors import SteeringError
+from vllm_steer.lab.activations import WITHOUT_FIRST, Activations, Pool, collect
+from vllm_steer.lab.directions import Direction, Directions
+from vllm_steer.lab.examples import Examples, Source, read_examples
+from vllm_steer.lab.statistics import auroc, folds
+from vllm_steer.request.scalars import read_choice
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Labels: TypeAlias = npt.NDArray[np.bool_]
+Method = Literal["mean", "pca", "probe"]
+_FOLDS = 5
+_LEAST = 1e-6
+"""Smallest distance of the class means, in lengths of the stream: rounding alone is below it."""
+
+
+def make(
+    llm: Any,
+    examples: Source | Examples,
+    *,
+    method: Method = "mean",
+    layers: Any = "all",
+    point: str = "post_block",
+    positions: Any = WITHOUT_FIRST,
+    pool: Pool = "mean",
+    seed: int = 0,
+    use_tqdm: bool = False,
+) -> Directions:
+    """Make a direction at each layer, from the negative to the positive examples.
+
+    Args:
+        llm: An `LLM` with steering.
+        examples: A file of JSON lines, or a list of their objects; see `read_examples`.
+        method: ``"mean"``, the difference of the class means; ``"pca"``, the first principal component of the texts'
+            distances from the midpoint of their pair; or ``"probe"``, the weights of a logistic regression. Signs are
+            those of the labels.
+        layers: Layers, or ``"all"``.
+        point: Hook point.
+        positions: Tokens of each text, as in a capture spec: all but the first by default. ``"assistant"`` for
+            conversations takes the answers.
+        pool: Mean of these tokens' rows, or the last row.
+        seed: Seed of the folds on which AUROC is measured.
+        use_tqdm: Whether to show progress bars.
+
+    Raises:
+        SteeringError: An argument or an example is invalid, or the classes have the same mean.
+    """
+    read_choice(method, METHODS, "method")
+    read = read_examples(examples)
+    found = collect(llm, read.texts, point=point, layers=layers, positions=positions, pool=pool, use_tqdm=use_tqdm)
+    about = {
+        "examples": f"{len(read.texts)} texts, sha256 {read.digest}",
+        "positions": positions if isinstance(positions, str) else json.dumps(positions, default=str),
+        "pool": pool,
+        "by": f"vllm-steer {__version__}",
+    }
+    return directions_of(found, read, method, seed=seed, provenance=about)
+
+
+def directions_of(
+    found: Activations,
+    examples: Examples,
+    method: Method,
+    *,
+    seed: int = 0,
+    provenance: Mapping[str, str] | None = None,
+) -> Directions:
+    """Return the direction of each layer of activations."""
+    fold = folds(examples.groups, examples.labels, _FOLDS, seed)
+    directions = {}
+    for layer, array in found.rows.items():
+        rows = array.astype(np.float64)
+        try:
+            unit, distance, centre = fit(rows, examples, method, _LEAST * found.streams[layer])
+        except ValueError as error:
+            raise SteeringError("examples", f"have no direction at {found.point} of layer {layer}: {error}") from None
+        numbers = (found.streams[layer], distance, centre.astype(np.float32), _held_out(rows, examples, method, fold))
+        directions[layer] = Direction(found.point, layer, unit.astype(np.float32), *numbers)
+    return Directions(directions, found.model, method, provenance or {})
+
+
+def fit(rows: Floats, examples: Examples, method: Method, least: float = 0.0) -> tuple[Floats, float, Floats]:
+    """Return a unit vector, the distance of the class means along it, and their midpoint.
+
+    Raises:
+        ValueError: The means are not further apart than ``least``.
+    """
+    labels = examples.labels
+    means = [rows[labels].mean(0), rows[~labels].mean(0)]
+    weights = METHODS[method](rows, examples)
+    size = float(np.linalg.norm(weights))
+    distance = float(weights @ (means[0] - means[1])) / (size or 1.0)
+    if not size or not abs(distance) > least:
+        raise ValueError("the two classes have the same mean; use other examples, or tokens where they differ")
+    return weights / size * np.sign(distance), abs(distance), (means[0] + means[1]) / 2
+
+
+def _mean(rows: Floats, examples: Examples) -> Floats:
+    difference: Floats = rows[examples.labels].mean(0) - rows[~examples.labels].mean(0)
+    return difference
+
+
+def _pca(rows: Floats, examples: Examples) -> Floats:
+    """Return the first principal component of the distances from the midpoint of the pair, or of the classes."""
+    if examples.paired:
+        centred = rows - rows.reshape(-1, 2, rows.shape[1]).mean(1).repeat(2, axis=0)
+    else:
+        centred = rows - (rows[examples.labels].mean(0) + rows[~examples.labels].mean(0)) / 2
+    component: Floats = np.linalg.svd(centred, full_matrices=False)[2][0]
+    return component
+
+
+def _probe(rows: Floats, examples: Examples) -> Floats:
+    return logistic(rows, examples.labels)[0]
+
+
+def logistic(rows: Floats, labels: Labels, penalty: float = 1.0) -> tuple[Floats, float]:
+    """Return weights and bias of a logistic regression on standardised rows, for rows as they are.
+
+    Args:
+        rows: ``[examples, hidden]``.
+        labels: Whether each example is positive.
+        penalty: Weight of half the squared length of the standardised weights, beside the sum of the losses.
+    """
+    mean, scale = rows.mean(0), rows.std(0)
+    scale = np.where(scale > 0, scale, 1.0)
+    inputs, wanted = torch.from_numpy((rows - mean) / scale), torch.from_numpy(labels.astype(np.float64))
+    weights = torch.zeros(rows.shape[1] + 1, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.LBFGS([weights], max_iter=500, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimiser.zero_grad()
+        logits = inputs @ weights[:-1] + weights[-1]
+        total = torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted, reduction="sum")
+        total = total + penalty / 2 * (weights[:-1] ** 2).sum()
+        total.backward()
+        return total
+
+    optimiser.step(loss)
+    found = weights.detach().numpy()
+    folded: Floats = found[:-1] / scale
+    return folded, float(found[-1] - folded @ mean)
+
+
+METHODS: Mapping[Method, Callable[[Floats, Examples], Floats]] = {"mean": _mean, "pca": _pca, "probe": _probe}
+
+
+def _held_out(rows: Floats, examples: Examples, method: Method, fold: npt.NDArray[np.int64]) -> float:
+    """Return the AUROC of examples on directions of the other folds; NaN if there are too few."""
+    scores = np.full(len(rows), np.nan)
+    for number in np.unique(fold):
+        test = fold == number
+        others = Examples(
+            tuple(text for text, out in zip(examples.texts, test, strict=True) if not out),
+            examples.labels[~test],
+            examples.paired,
+        )
+        if len(set(others.labels.tolist())) < 2:
+            return float("nan")
+        try:
+            unit, distance, centre = fit(rows[~test], others, method)
+        except ValueError:
+            return float("nan")
+        scores[test] = (rows[test] - centre) @ unit / distance
+    return auroc(scores[examples.labels], scores[~examples.labels])

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of scores of two classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def auroc(positive: npt.ArrayLike, negative: npt.ArrayLike) -> float:
+    """Return the probability that a positive score is larger than a negative one; ties count half."""
+    high, low = np.asarray(positive, float), np.sort(np.asarray(negative, float))
+    below, upto = np.searchsorted(low, high, "left"), np.searchsorted(low, high, "right")
+    return float(((below + upto) / 2).mean() / len(low))
+
+
+def folds(groups: npt.NDArray[np.int64], classes: npt.NDArray[Any], count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return the number of each example's fold. A group is in one fold; groups of a class spread over all folds.
+
+    Args:
+        groups: Number of each example's group.
+        classes: Class of each example; a group has that of its first example.
+        count: Number of folds.
+        seed: Seed of the order.
+    """
+    random = np.random.default_rng(seed)
+    numbers, first = np.unique(groups, return_index=True)
+    fold = np.empty(len(numbers), np.int64)
+    for each in np.unique(classes[first]):
+        members = random.permutation(np.flatnonzero(classes[first] == each))
+        fold[members] = np.arange(len(members)) % count
+    return fold[np.searchsorted(numbers, groups)]
