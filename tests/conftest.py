@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-seconds", action="store_true", help="write the seconds of each file to tests/seconds.json"
     )
+    parser.addoption("--record-screenshots", action="store_true", help="write the studio's screenshots to docs/assets")
     parser.addoption("--features", type=Path, help="write how tests marked with a feature ended to this JSON file")
 
 

@@ -22,6 +22,8 @@ from vllm_steer.server.routes.captures import capture_store_of
 from vllm_steer.server.routes.live import add_live_route
 from vllm_steer.server.routes.modules import add_module_routes
 from vllm_steer.server.routes.patch import add_patch_routes
+from vllm_steer.settings import STUDIO, dest_of
+from vllm_steer.studio.routes import add_studio_routes
 
 _LAST_MESSAGES = ("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed")
 
@@ -67,5 +69,7 @@ async def _start(scope: Scope) -> EngineContext | None:
         add_module_routes(app, engine.registry)
         add_live_route(app, client)
         add_patch_routes(app, client, engine)
+        if getattr(getattr(app.state, "args", None), dest_of(STUDIO), False):
+            add_studio_routes(app)
         add_openapi_fields(app)
     return engine
