@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab on a trained chat model: directions equal those of hooks, and verdicts tell an effect from noise."""
+"""The lab on a trained chat model: directions equal those of hooks."""
 
 from __future__ import annotations
 
@@ -10,28 +10,17 @@ import numpy as np
 import pytest
 
 from demo.run import MODEL
-from demo.texts import CHOICE, MOOD, SHOWN
+from demo.texts import MOOD
 from tests.engine.conftest import close
 from tests.lab.hf import Hooked, cosine
 from tests.tiny import make_llm
-from vllm_steer.lab import Directions, DoseResult, ProbeScore, dose, make, read_examples
+from vllm_steer.lab import make, read_examples
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="the chat model is missing: run `make model`"),
 ]
 EXAMPLES = read_examples([{"positive": plus, "negative": minus} for plus, minus in MOOD.pairs])
-
-
-PROMPTS = [
-    *CHOICE, *SHOWN, "What is your favourite place?", "Describe a small town.", "What did the children do?",
-    "Tell me about a journey by train.", "What happened at school?", "Write about an old house.",
-]  # fmt: skip
-LAYER, JUDGED = 10, 20
-"""Layer that is steered, and layer of the probe that judges texts."""
-SETTINGS: dict[str, Any] = {
-    "doses": [0.25], "max_tokens": 16, "controls": 8, "chat": True, "sampling": {"repetition_penalty": 1.15},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,41 +42,3 @@ def test_directions_are_those_of_hooks(llm: Any) -> None:
         vector = np.linalg.eigh(differences[layer].T @ differences[layer])[1][:, -1]
         assert cosine(components[layer].unit, vector * np.sign(vector @ mean)) > 0.9999, layer
     assert means[12].auroc > 0.9 and 1 < means[12].stream < 200
-
-
-@pytest.fixture(scope="module")
-def score(llm: Any) -> ProbeScore:
-    """Return the component of texts along the direction of a later layer, as the model without steering reads them."""
-    return ProbeScore(make(llm, EXAMPLES, layers=JUDGED)[JUDGED].probe())
-
-
-@pytest.fixture(scope="module")
-def works(llm: Any, score: ProbeScore) -> DoseResult:
-    return dose(llm, make(llm, EXAMPLES, layers=LAYER), PROMPTS, score=score, examples=EXAMPLES, **SETTINGS)
-
-
-def test_a_direction_of_examples_works(works: DoseResult) -> None:
-    """Catches a verdict that never finds an effect, and one that is not of the held-out prompts."""
-    assert works.outcome == "works", works.verdict
-    assert works.chosen == (LAYER, 0.25) and works.range == (0.25, 0.25) and works.at(0.25).prompts == 8
-    assert {each.prompt for each in works.samples if each.kind == "random"} == set(works.study.held_out)
-
-
-@pytest.mark.parametrize("control", ["random", "shuffled"])
-def test_controls_are_no_better_than_random(llm: Any, score: ProbeScore, control: str) -> None:
-    """Catches a verdict that any vector of the right length passes."""
-    directions = make(llm, EXAMPLES.shuffled(0) if control == "shuffled" else EXAMPLES, layers=LAYER)
-    if control == "random":
-        unit = directions[LAYER].random(1, seed=99)[0]
-        directions = Directions({LAYER: unit}, directions.model, "mean", {})
-    found = dose(llm, directions, PROMPTS, score=score, **SETTINGS)
-    assert found.outcome == "no better than random", found.verdict
-    assert found.verdict.startswith("no better than random: ")
-
-
-def test_the_verdict_is_reproduced_from_its_seed(llm: Any, score: ProbeScore) -> None:
-    """Catches numbers that depend on the run."""
-    settings = {**SETTINGS, "controls": 2, "seed": 5, "score": score}
-    directions = make(llm, EXAMPLES, layers=LAYER)
-    first, again = (dose(llm, directions, PROMPTS, **settings) for _ in range(2))
-    assert first.samples == again.samples and first.verdict == again.verdict
