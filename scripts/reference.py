@@ -30,9 +30,9 @@ from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MLP_MIX, Recipe
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
 from vllm_steer.request import KINDS
-from vllm_steer.request.capture_form import CaptureForm
-from vllm_steer.request.declared import json_schema
+from vllm_steer.request.capture import CaptureForm
 from vllm_steer.request.edit import EditForm
+from vllm_steer.request.field_types import json_schema
 from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.http.error_response import ERRORS

@@ -27,6 +27,7 @@ ROOMS: Final = (
     _room("adapters", "checks and names that interfaces of other libraries share"),
     _room("client", "client of a server with steering"),
     _room("server", "routes, middleware, responses, keys and quotas"),
+    _room("studio", "page in the browser: its files and the routes that serve them"),
     _room("lab", "directions from examples, their doses, probes"),
     _room("patching", "studies: activation patching over prompts, sites and tokens"),
     _room("plugin", "entry point of vLLM's plugins, and what runs around vLLM's front end"),

@@ -15,18 +15,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vllm_steer.compat import record
+from vllm_steer.compat import seam_digests
 from vllm_steer.compat.sources import open_source
 
-OUTPUT = Path(record.__file__).with_name(record.FILE)
+OUTPUT = Path(seam_digests.__file__).with_name(seam_digests.FILE)
 
 
 def main() -> None:
-    table = {version: dict(found) for version, found in record.recorded().items()} if OUTPUT.exists() else {}
+    table = {version: dict(found) for version, found in seam_digests.recorded().items()} if OUTPUT.exists() else {}
     for name in [argument for argument in sys.argv[1:] if argument != "--check"] or ["installed"]:
         tree = open_source(name)
-        table[tree.label] = record.read_seams(tree)
-    text = record.dump(table)
+        table[tree.label] = seam_digests.read_seams(tree)
+    text = seam_digests.dump(table)
     if "--check" not in sys.argv:
         OUTPUT.write_text(text)
     elif OUTPUT.read_text() != text:

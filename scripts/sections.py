@@ -64,14 +64,28 @@ PUBLISHED = [
 """Figures that other projects publish: project, setting, workload, figure."""
 
 
+def ratio(cost: Cost, figure: str) -> str:
+    """Return a figure of a workload, marked if it is of an earlier build; empty if it was not measured."""
+    now = newest_costs("llama-8b", cost.variant).get(cost.batch)
+    found = now or newest_costs("llama-8b", cost.variant, fits=of_any_code)[cost.batch]
+    value = found.figures.get(figure)
+    return "" if value is None else f"{value:.2f}{'' if now else '²'}"
+
+
+def glance() -> str:
+    """Return the README's sentence on cost."""
+    idle, _, _, own, _ = (float(ratio(cost, "throughput").rstrip("²")) for cost in COSTS)
+    return (
+        f"It keeps {idle:.0%} of stock vLLM's throughput while no request steers, and {own:.0%} with 256 requests\n"
+        "that all have different edits: on one GPU, with CUDA graphs and 8 billion parameters ([cost](#cost)).\n"
+    )
+
+
 def costs() -> str:
     """Return the README's table of costs, in which figures of earlier builds are marked."""
     rows = []
     for cost in COSTS:
-        now = newest_costs("llama-8b", cost.variant).get(cost.batch)
-        found = now or newest_costs("llama-8b", cost.variant, fits=of_any_code)[cost.batch]
-        ratios = (found.figures.get(figure) for figure in ("throughput", "per token"))
-        shown = ("" if value is None else f"{value:.2f}{'' if now else '²'}" for value in ratios)
+        shown = (ratio(cost, figure) for figure in ("throughput", "per token"))
         rows.append((cost.workload, f"{int(cost.batch):,}", *shown, cost.published))
     served = read("gpu-serve-llama-8b.json")
     mark = "" if current("server", served) else "²"
@@ -158,7 +172,7 @@ def vector_formats() -> str:
 FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
 """Projects whose fields are refused by name without their interface, by page."""
 SECTIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "README.md": {"answers": demo_section.answers, "costs": costs},
+    "README.md": {"glance": glance, "answers": demo_section.answers, "costs": costs},
     "docs/design/architecture.md": {"rooms": rooms, "stages": stages},
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed},

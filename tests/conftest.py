@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.conformance import part
+from tests.conformance import shard
 from tests.conformance.namespaces import without_namespace
 from tests.features import FeatureRecord
 from tests.order import SecondsRecord, group_of, measured, slowest_first
@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-seconds", action="store_true", help="write the seconds of each file to tests/seconds.json"
     )
+    parser.addoption("--record-screenshots", action="store_true", help="write the studio's screenshots to docs/assets")
     parser.addoption("--features", type=Path, help="write how tests marked with a feature ended to this JSON file")
 
 
@@ -97,7 +98,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Report which part of the architectures the conformance tests have proven."""
     reports = [report for category in terminalreporter.stats.values() for report in category]
     if any(getattr(report, "nodeid", "").startswith("tests/conformance/") for report in reports):
-        terminalreporter.write_line(part.describe())
+        terminalreporter.write_line(shard.describe())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from vllm_steer.extras import install_hint
 from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
 from vllm_steer.lazy import imported_on_use
 from vllm_steer.limits import MAX_EDITS
-from vllm_steer.request.request_fields import RequestForm
+from vllm_steer.request.request_form import RequestForm
 from vllm_steer.request.scalars import MASK_HINT, is_integer, read_choice, read_number, refuse_repeated, shown
 from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS, problem_of
 from vllm_steer.request.vector import PACKED_KEYS, decode_packed, pack_array, parse_vector, read_packed_dtype

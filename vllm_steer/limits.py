@@ -251,7 +251,7 @@ MAX_REFERENCES = 64
 MAX_CONSUMERS = 16
 MAX_OPTIONS_CHARS = 16384
 MAX_OPTIONS_DEPTH = 8
-MAX_CONTAINERS = 1 << 18
+MAX_JSON_VALUES = 1 << 19
 MAX_DIRECTIONS = 1024
 MAX_COMPONENTS = 1 << 22
 MAX_MATRIX_COMPONENTS = 1 << 25
@@ -283,7 +283,7 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("options", MAX_OPTIONS_CHARS, "characters of JSON in the options of one consumer"),
     FormatLimit("options depth", MAX_OPTIONS_DEPTH, "levels of nesting in these options"),
     FormatLimit(
-        "objects and lists", MAX_CONTAINERS, "objects and lists in a JSON file or in a body under `/v1/steering`"
+        "JSON values", MAX_JSON_VALUES, "objects, lists and texts in a JSON file or in a body under `/v1/steering`"
     ),
     FormatLimit("directions", MAX_DIRECTIONS, "directions or probes of one projection"),
     FormatLimit("projection components", MAX_COMPONENTS, "components of all directions of one projection"),

@@ -154,6 +154,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
             raise SteeringError(field, NOT_ENABLED)
         return context
 
+    @_one_thread
     def set_strength(self, request_id: str, **strengths: float) -> LivePosition:
         """Set live strengths of a running request, between two steps of ``llm_engine``.
 
@@ -166,8 +167,8 @@ class LLM(VllmLLM):  # type: ignore[misc]
             first position of each sample: its next token, or the end of its prompt if it is within it.
 
         Raises:
-            SteeringError: The request is not running or lacks a live strength, several have the id, or a
-                value is not finite or too large.
+            SteeringError: The request is not running or lacks a live strength, several have the id, a value is not
+                finite or too large, or another thread is in a call of this ``LLM``.
         """
         engine = self.llm_engine
         samples = samples_of(engine.output_processor, request_id)

@@ -36,7 +36,7 @@ from vllm_steer.request import (
 )
 from vllm_steer.request.condition import STOP_FIELD
 from vllm_steer.request.counts import check_counts
-from vllm_steer.request.fields import parse_fields_with_paths
+from vllm_steer.request.edit_fields import parse_fields_with_paths
 from vllm_steer.request.readout import READOUTS_FIELD
 from vllm_steer.request.references import MODULES_FIELD
 from vllm_steer.request.scalars import did_you_mean

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, get_args
 
 from vllm_steer.limits import ENGINE_LIMITS, INLINE_KIB, RESPONSE_MIB, SERVER_LIMITS, EngineLimit, Limit
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
-from vllm_steer.request.feature import ANY_SITE_FLAG
+from vllm_steer.request.references import ANY_SITE_FLAG
 
 CapturePolicy = Literal["wait", "fail"]
 CAPTURE_POLICIES: tuple[CapturePolicy, ...] = get_args(CapturePolicy)
@@ -33,6 +33,7 @@ KEYS: Final = "--steering-keys"
 SAE: Final = "--steering-sae"
 PART: Final = "--steering-part"
 PEERS: Final = "--steering-peers"
+STUDIO: Final = "--steering-studio"
 CONTROLLER: Final = "--steering-controller"
 PEER_MIDDLEWARE: Mapping[str, str] = MappingProxyType(
     {
@@ -196,6 +197,22 @@ SWITCHES: tuple[Switch, ...] = (
         default=None,
     ),
 )
+
+
+@dataclass(frozen=True)
+class ServerSwitch(Switch):
+    """A boolean setting of a server, which engines do not have."""
+
+    of_engine = False
+
+    @property
+    def in_python(self) -> str:
+        return ""
+
+
+STUDIO_SWITCH: Final = ServerSwitch(
+    "studio", STUDIO, "serve a page at /studio, on which people try out steering and readouts in a browser"
+)
 MULTI_CHOICES: tuple[MultiChoice, ...] = (
     MultiChoice(
         "points",
@@ -284,7 +301,14 @@ TEXTS: tuple[Text, ...] = (
 )
 CHECKED: tuple[EngineLimit | Switch | MultiChoice, ...] = (*ENGINE_LIMITS.values(), *SWITCHES, *MULTI_CHOICES)
 """Settings of an engine whose values the table checks."""
-SETTINGS: tuple[Setting | Limit, ...] = (*TEXTS, *SWITCHES, *MULTI_CHOICES, *ENGINE_LIMITS.values(), *SERVER_LIMITS)
+SETTINGS: tuple[Setting | Limit, ...] = (
+    *TEXTS,
+    STUDIO_SWITCH,
+    *SWITCHES,
+    *MULTI_CHOICES,
+    *ENGINE_LIMITS.values(),
+    *SERVER_LIMITS,
+)
 """All flags but ``--enable-steering``, in the order of ``--help``."""
 BATCH_DESTS = (*(each.dest for each in TEXTS if each.of_batch), INLINE_KIB.dest, RESPONSE_MIB.dest)
 """Flags of the server that ``vllm run-batch`` has as well."""

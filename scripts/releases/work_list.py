@@ -11,7 +11,7 @@ from typing import Final
 
 from scripts.releases.layers import LayerChange, layer_changes
 from scripts.releases.settings import SETTINGS
-from vllm_steer.compat.record import Change, SeamSource, changes, read_seams
+from vllm_steer.compat.seam_digests import Change, SeamSource, changes, read_seams
 from vllm_steer.compat.seams import Kind
 from vllm_steer.compat.sources import Function, SourceTree
 

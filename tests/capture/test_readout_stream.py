@@ -17,7 +17,7 @@ from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_payload import RECORDS
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.capture.step_rows import RowIndex, StepRows
-from vllm_steer.program.part import CompiledPart
+from vllm_steer.program.compiled_part import CompiledPart
 from vllm_steer.program.program import Program
 from vllm_steer.program.readouts import CompiledReadout
 

@@ -27,7 +27,7 @@ from vllm_steer.cli.main import app
 from vllm_steer.compat.version import CONFLICTS, OVERRIDE, VersionCheck
 from vllm_steer.engine.report import CapabilityReport, make_report
 from vllm_steer.limits import ENGINE_LIMITS
-from vllm_steer.models import outline, proofs
+from vllm_steer.models import dry_run, proofs
 from vllm_steer.models.proofs import Proof, proofs_of
 from vllm_steer.models.recipes import PROVEN, RECIPES
 from vllm_steer.points import OPTIONAL_POINTS
@@ -44,7 +44,7 @@ def warm_children() -> Iterator[None]:
     """Let the command's children start with vLLM imported, except the reference, which must not import it."""
 
     def start_module(module: str, *arguments: str, stdin: str = "") -> Any:
-        if not module.endswith((".outline", ".engine")):
+        if not module.endswith((".dry_run", ".engine")):
             return start_module_cold(module, *arguments, stdin=stdin)
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         return run_warm(RUN_MODULE, module, *arguments, environment=environment, folder=Path.cwd(), stdin=stdin)
@@ -203,7 +203,7 @@ def test_reports_no_values_of_vllms_configuration() -> None:
 
     with pytest.raises(ValidationError) as caught:
         Config(block="secret")  # type: ignore[arg-type]
-    reason = outline._reason(caught.value)
+    reason = dry_run._reason(caught.value)
     assert reason.startswith("Input should be a valid integer")
     assert "secret" not in reason
     assert "pydantic" not in reason
@@ -279,7 +279,7 @@ def test_table_sizes_match_an_engine(tmp_path: Path) -> None:
     llm = make_llm(tmp_path, steering_config={**limits, "points": ["attn_out"]}, dtype="auto")
     (facts,) = llm.collective_rpc("steering_capabilities")
     close(llm)
-    # The outline's batch is the default one of vLLM's LLM class, or of its engine arguments.
+    # The batch of a dry run is the default one of vLLM's LLM class, or of its engine arguments.
     of_batch = ("token_row", "token_base", "token_offset", "record", "replayed")
     assert {k: v for k, v in report.table_bytes.items() if k not in of_batch} == {
         k: v for k, v in facts["tables"].items() if k not in of_batch

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.compat.usage import INTERNALS, attributes_of_base, foreign_private_attributes, imported, sources
-from vllm_steer.compat.record import read_seams, recorded
+from vllm_steer.compat.seam_digests import read_seams, recorded
 from vllm_steer.compat.seams import SEAMS, Kind, Seam
 from vllm_steer.compat.sources import installed_source, installed_version
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that a test run proves: one of each family, and the rows of the current part (``part.py``)."""
+"""Rows that a test run proves: one of each family, and the rows of the current part (``shard.py``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from tests.conformance.model import TinyModel
 from tests.conformance.no_reference import NO_REFERENCE
-from tests.conformance.part import selected
+from tests.conformance.shard import selected
 from tests.conformance.zoo import ZOO
 
 FAMILIES: Final = (

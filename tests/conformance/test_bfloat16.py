@@ -18,9 +18,9 @@ import pytest
 from tests.conformance import identities, proof
 from tests.conformance.model import TinyModel
 from tests.conformance.no_reference import NO_REFERENCE
-from tests.conformance.part import EVERYTHING, selected
 from tests.conformance.proof import prove_by_identities
 from tests.conformance.reference_process import ReferenceProcess
+from tests.conformance.shard import EVERYTHING, selected
 from tests.conformance.test_wrong_identities import _half_norm, _late_norm
 from tests.conformance.test_wrong_taps import _half_pair_layer, _half_pair_mid
 from tests.conformance.zoo import ZOO

@@ -13,7 +13,7 @@ import pytest
 from tests.conformance.engine import steered_engine
 from tests.conformance.model import HIDDEN, LAYERS, VOCAB
 from tests.conformance.no_reference import NO_REFERENCE, random_weights, save_config
-from tests.conformance.part import EVERYTHING, selected
+from tests.conformance.shard import EVERYTHING, selected
 
 INKLING = next(tiny for tiny in NO_REFERENCE if tiny.name == "inkling")
 pytestmark = pytest.mark.skipif(not (EVERYTHING or selected("inkling")), reason="belongs to another part")

@@ -17,8 +17,8 @@ from tests.conformance.engine import layer_classes, steered_engine
 from tests.conformance.frontier_rows import FRONTIER, PACKAGES, POSITIONS, FrontierRow, fill, frontier_weights, save_row
 from tests.conformance.identities import check_identities
 from tests.conformance.no_reference import register_config
-from tests.conformance.part import EVERYTHING, selected
 from tests.conformance.proof import Proof, architecture_of
+from tests.conformance.shard import EVERYTHING, selected
 from tests.wrong_taps import late_layer, late_mid
 from vllm_steer.models import install
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.conformance.hf_families import FAMILIES
 from tests.conformance.hf_streams import Difference, Fault, compare
-from tests.conformance.part import EVERYTHING, selected
 from tests.conformance.reference_process import ReferenceProcess
+from tests.conformance.shard import EVERYTHING, selected
 
 TOLERANCE = 1e-5
 """Largest relative difference of two float32 runs of the same formula."""

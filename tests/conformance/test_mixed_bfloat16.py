@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.conformance import mixes, stand_ins
-from tests.conformance.part import EVERYTHING, selected
 from tests.conformance.proof import MIXED_ROW_TOLERANCE, prove_by_identities
 from tests.conformance.reference_process import ReferenceProcess
+from tests.conformance.shard import EVERYTHING, selected
 from tests.conformance.test_wrong_identities import ALL, ROWS
 
 NAMES = ("deepseek_v4", "deepseek_v41", "glm5_next", "hy_v4", "kimi_k3", "inkling")

@@ -21,7 +21,7 @@ import torch
 from tests.conformance import ngrams, two_ranks
 from tests.conformance.hf_reference import Array
 from tests.conformance.model import HIDDEN, VOCAB
-from tests.conformance.part import selected
+from tests.conformance.shard import selected
 from tests.engine.conftest import close
 from tests.engine.crowded import crowded_engine
 from tests.tiny import direction, make_llm

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.conformance import ngrams
-from tests.conformance.part import selected
+from tests.conformance.shard import selected
 
 DEAD = -1
 PAD, BLOCK, ORDERS, HEADS, DEPTH = 3, 4, 4, 2, 3

@@ -14,9 +14,9 @@ import pytest
 from tests.conformance.branches import BRANCHES, supported_branches
 from tests.conformance.engine import MODES
 from tests.conformance.parity import MIN_EFFECT, TOLERANCE, Report, examine
-from tests.conformance.part import selected
 from tests.conformance.reference_process import ReferenceProcess
 from tests.conformance.selection import FAMILIES, PARITY
+from tests.conformance.shard import selected
 from tests.conformance.zoo import BY_NAME
 
 EAGER = [tiny.name for tiny in PARITY]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.part import selected
 from tests.conformance.quantised import CACHES, SCHEMES, Scheme, examine
+from tests.conformance.shard import selected
 from tests.wrong_taps import late_layer
 from vllm_steer.models import install
 

@@ -22,7 +22,7 @@ from tests.conformance.edits import KINDS
 from tests.conformance.engine import GPU_SETTINGS, Answer, generate
 from tests.conformance.hf_reference import Trace
 from tests.conformance.model import LAYERS, MAX_POSITIONS
-from tests.conformance.part import EVERYTHING, selected
+from tests.conformance.shard import EVERYTHING, selected
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 POINTS = ("pre_attn", "post_attn", "post_block", "mlp_in")

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance import part
-from tests.conformance.part import PARTS, part_of
+from tests.conformance import shard
 from tests.conformance.selection import FAMILIES, HAVE_IDENTITIES, HAVE_PARITY, choose
+from tests.conformance.shard import PARTS, part_of
 
 
 def test_parts_cover_all_rows() -> None:
@@ -25,6 +25,6 @@ def test_part_rotates_with_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CONFORMANCE_PART", raising=False)
     found = set()
     for commit in ("0000000a", "0000000b"):
-        monkeypatch.setattr(part.subprocess, "run", lambda *_, commit=commit, **__: type("", (), {"stdout": commit})())
-        found.add(part.current_part.__wrapped__())
+        monkeypatch.setattr(shard.subprocess, "run", lambda *_, commit=commit, **__: type("", (), {"stdout": commit})())
+        found.add(shard.current_part.__wrapped__())
     assert found == {10 % PARTS, 11 % PARTS}

@@ -13,7 +13,7 @@ from tests.conformance.engine import steered_engine
 from tests.conformance.identities import MIXED
 from tests.conformance.model import LAYERS
 from tests.conformance.no_reference import NO_REFERENCE, random_weights, save_config
-from tests.conformance.part import EVERYTHING, selected
+from tests.conformance.shard import EVERYTHING, selected
 
 ROWS = {tiny.name: tiny for tiny in NO_REFERENCE}
 CHECKED = (

@@ -18,7 +18,7 @@ from tests.conformance.edits import KINDS
 from tests.conformance.engine import Answer, generate
 from tests.conformance.hf_reference import Trace
 from tests.conformance.model import LAYERS, MAX_POSITIONS
-from tests.conformance.part import EVERYTHING
+from tests.conformance.shard import EVERYTHING
 from vllm_steer.models.parallelism import PARALLELISM
 
 CORES = sorted(os.sched_getaffinity(0))[:2]

@@ -16,10 +16,10 @@ import torch
 
 from tests.conformance import identities, ngrams, proof
 from tests.conformance.model import TinyModel
-from tests.conformance.part import EVERYTHING, selected
 from tests.conformance.proof import prove_by_identities
 from tests.conformance.reference_process import ReferenceProcess
 from tests.conformance.selection import HAVE_IDENTITIES
+from tests.conformance.shard import EVERYTHING, selected
 from tests.conformance.test_wrong_taps import _half_pair_layer, _half_pair_mid, _half_parallel
 from tests.conformance.ways import Way, ways
 from tests.wrong_taps import late_layer, late_mid

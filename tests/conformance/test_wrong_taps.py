@@ -18,8 +18,8 @@ import pytest
 
 from tests.conformance.cases import Case
 from tests.conformance.parity import TOLERANCE, Report, examine
-from tests.conformance.part import EVERYTHING, selected
 from tests.conformance.reference_process import ReferenceProcess
+from tests.conformance.shard import EVERYTHING, selected
 from tests.conformance.zoo import BY_NAME
 from tests.wrong_taps import Forward, late_layer, late_mid
 from vllm_steer.engine import model_setup

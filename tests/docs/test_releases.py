@@ -16,7 +16,7 @@ from tests.repo.tree import ROOT, read
 from tests.server_parser import server_parser
 from vllm_steer.cli.main import app
 from vllm_steer.compat.internals import LIST_ALL
-from vllm_steer.compat.record import recorded
+from vllm_steer.compat.seam_digests import recorded
 from vllm_steer.compat.version import OVERRIDE, TESTED, is_tested
 from vllm_steer.settings import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 

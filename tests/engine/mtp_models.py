@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.conformance.part import selected
+from tests.conformance.shard import selected
 from tests.tiny import HIDDEN, LAYERS, VOCAB
 
 Weights = dict[str, torch.Tensor]

@@ -105,9 +105,9 @@ class Run:
         for edit in self._edits:
             if edit.feature is None:
                 raise ValueError(f"{edit} changes no feature")
-            old = activations(rows, self._sae)[:, edit.feature.feature, None]
-            change = edit.feature.add if edit.feature.set is None else edit.feature.set - old
-            rows = rows + edit.strength * change * self._sae["W_dec"][edit.feature.feature]
+            old = activations(rows, self._sae)[:, edit.feature, None]
+            change = edit.add if edit.set is None else edit.set - old
+            rows = rows + edit.strength * change * self._sae["W_dec"][edit.feature]
         return (rows[None], *output[1:]) if isinstance(output, tuple) else rows[None]
 
 

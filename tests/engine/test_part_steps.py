@@ -12,7 +12,7 @@ from vllm_steer import Edit, SamplingParams, SteeringConfig
 from vllm_steer.engine.head_readouts import HeadReadouts
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
-from vllm_steer.frontend.parts import PartMarkers, bind_request
+from vllm_steer.frontend.part_markers import PartMarkers, bind_request
 from vllm_steer.program.records import PART
 from vllm_steer.taps import records as step_records
 from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows

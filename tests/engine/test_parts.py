@@ -21,7 +21,7 @@ from vllm_steer import SteeringError
 from vllm_steer.engine.record_keeper import RecordKeeper
 from vllm_steer.frontend.context import engine_context
 from vllm_steer.frontend.roles import RoleTokens
-from vllm_steer.request.part import ROLES
+from vllm_steer.request.message_parts import ROLES
 from vllm_steer.taps import records as step_records
 
 GENERATED = 24

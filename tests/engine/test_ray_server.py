@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conformance.part import EVERYTHING
+from tests.conformance.shard import EVERYTHING
 from tests.engine.conftest import close
 from tests.engine.ray_nodes import DEVICE, two_nodes
 from tests.engine.test_parallel import KINDS

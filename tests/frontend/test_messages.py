@@ -12,7 +12,7 @@ import pytest
 from tests.frontend.chat_templates import TEMPLATES, make_tokenizer
 from vllm_steer import Edit, SamplingParams, SteeringError
 from vllm_steer.frontend.messages import keep_messages, messages_of
-from vllm_steer.frontend.parts import PartMarkers, bind_request
+from vllm_steer.frontend.part_markers import PartMarkers, bind_request
 from vllm_steer.params import program_of
 
 PARTS = {"thinking": ("<think>", "</think>"), "tool_call": ("[TOOL_CALLS]", -1)}

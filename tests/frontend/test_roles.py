@@ -12,7 +12,7 @@ import pytest
 
 from tests.frontend.chat_templates import TEMPLATES, make_tokenizer
 from vllm_steer import Edit, SamplingParams, SteeringError
-from vllm_steer.frontend.parts import PartMarkers, bind_request
+from vllm_steer.frontend.part_markers import PartMarkers, bind_request
 from vllm_steer.frontend.roles import read_role_tokens
 from vllm_steer.params import capture_specs, program_of
 from vllm_steer.request.selector import OPEN_END, Selector

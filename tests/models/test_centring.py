@@ -36,7 +36,7 @@ from vllm_steer.models.centring import _CENTRED_LAYERS, centring_of, merge_centr
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.models.sae import read_encoder
 from vllm_steer.models.sae_features import FeatureReader
-from vllm_steer.taps.heads import largest_outputs
+from vllm_steer.taps.heads import top_k_outputs
 from vllm_steer.taps.sparse_encoder import SparseEncoderHead
 
 HOOK = "blocks.8.hook_resid_pre"
@@ -72,7 +72,7 @@ def test_encoder_equals_its_formula_on_rows_minus_their_mean(name: str, tmp_path
     head = SparseEncoderHead(
         read_encoder(centred(tmp_path, **config), "f", "subtract"), torch.device("cpu"), torch.float32
     )
-    found = largest_outputs(head.products(torch.from_numpy(ROWS)), head.activation, expected.shape[1])
+    found = top_k_outputs(head.products(torch.from_numpy(ROWS)), head.activation, expected.shape[1])
     values = found[:, expected.shape[1] :].numpy()
     np.testing.assert_allclose(values, -np.sort(-expected, axis=1), atol=2e-5)
 

@@ -21,7 +21,7 @@ from vllm_steer.compat import syntax
 from vllm_steer.models import digests
 from vllm_steer.models.digests import NoSourceError, digest_of, installed_digests, proven_digests
 from vllm_steer.models.discovery import UnsupportedModelError, find_decoder
-from vllm_steer.models.loops import engram_gaps
+from vllm_steer.models.looped_layers import engram_gaps
 from vllm_steer.models.recipes import PROVEN, RECIPES
 
 BLOCK = '''

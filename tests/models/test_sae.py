@@ -21,7 +21,7 @@ from vllm_steer.models.sae import check_encoder, encoder_bytes, encoder_shape, r
 from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.models.sae_site import check_model, read_site
 from vllm_steer.program.feature import SaeSite
-from vllm_steer.taps.heads import largest_outputs
+from vllm_steer.taps.heads import top_k_outputs
 from vllm_steer.taps.sparse_encoder import SparseEncoderHead
 
 HIDDEN, FEATURES, ROWS, K = 6, 20, 9, 3
@@ -120,7 +120,7 @@ def test_encoder_equals_its_formula(name: str, tmp_path: Path) -> None:
     head = SparseEncoderHead(read_encoder(folder, "f"), torch.device("cpu"), torch.float32)
     assert head.num_bytes <= encoder_bytes((HIDDEN, FEATURES))
     for k in (2, 8):
-        found = largest_outputs(head.products(torch.from_numpy(X)), head.activation, k)
+        found = top_k_outputs(head.products(torch.from_numpy(X)), head.activation, k)
         indices, values = found[:, :k].long().numpy(), found[:, k:].numpy()
         order = np.argsort(-expected, axis=-1)[:, :k]
         wanted = np.take_along_axis(expected, order, -1)

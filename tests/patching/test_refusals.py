@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,9 @@ from vllm_steer.patching import PatchingResult, PatchingStudy, prepare
 from vllm_steer.patching.axes import read_layers, read_positions
 from vllm_steer.patching.file import decode, encode
 from vllm_steer.patching.offline import most_reference
+from vllm_steer.patching.request import StudyForm
 from vllm_steer.patching.settings import read_subspaces
+from vllm_steer.patching.study import SWEEP_DEFAULTS
 
 NOISY = {"corrupt": None, "noise": 1.0, "draws": 2}
 MEAN = {"corrupt": None, "ablate": "mean"}
@@ -70,10 +74,17 @@ def test_blocks_across_skipped_positions() -> None:
 
 def test_unknown_arguments_are_refused() -> None:
     """Catches a misspelt argument that leaves its default in place."""
-    with pytest.raises(SteeringError, match="strenght: unknown argument; use one of metric"):
+    with pytest.raises(SteeringError, match="strenght: unknown argument; use one of points, metric"):
         study().coarse_to_fine(strenght=0.5, progress=False)
     with pytest.raises(SteeringError, match="file: unknown argument"):
         next(study().stream(file="x"))
+
+
+def test_fields_of_a_study_are_the_arguments() -> None:
+    """Catches an argument of Python that a study over HTTP or in a file lacks, or that has another default there."""
+    arguments = {name: each.default for name, each in signature(PatchingStudy).parameters.items() if name != "llm"}
+    declared = {each.name: each.default for each in msgspec.structs.fields(StudyForm)}
+    assert {**declared, "points": ("post_block",)} == {**arguments, **SWEEP_DEFAULTS}
 
 
 def test_more_tokens_than_the_engine_reports_are_refused() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.peers.test_rhizonymph import changes_of
 from vllm_steer import SteeringError
 from vllm_steer.peers.vllm_lens import SteeringVector, decode_activations, deserialize_tensor, serialize_tensor
 from vllm_steer.peers.vllm_lens.keys import read_keys
@@ -145,6 +146,30 @@ def test_sizes_are_summed_before_any_tensor_is_read(vectors: list[Any], problem:
         read_keys({"apply_steering_vectors": vectors}, "extra_args", 6 << 20)
     with pytest.raises(SteeringError, match="not valid base64"):
         read_keys({"apply_steering_vectors": wires([1, 1])}, "extra_args", 6 << 20)
+
+
+LENS = {
+    "apply_steering_vectors": [
+        {
+            "activations": serialize_tensor(torch.ones(1, 1, 4), compression=None), "layer_indices": [1], "scale": 2.0,
+            "norm_match": True, "position_indices": [3],
+        }
+    ],
+    "output_residual_stream": [1, 2], "activations_transport": "binary", "skip_reading_prefix_cache": True,
+}  # fmt: skip
+
+
+def test_odd_values_end_in_errors_with_a_field() -> None:
+    """Catches another error than `SteeringError`, which a server answers with 500 or without the field."""
+    read_keys(LENS, "extra_args")
+    refused = 0
+    for keys in changes_of(LENS):
+        if isinstance(keys, dict):
+            try:
+                read_keys(keys, "extra_args")
+            except SteeringError as error:
+                refused += error.field.startswith("extra_args")
+    assert refused > 200
 
 
 class CountedInt(int):

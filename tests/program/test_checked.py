@@ -13,7 +13,11 @@ from vllm_steer.program.program import CompiledCapture
 
 SOUND = compile_program([Edit(kind="add", point="post_block", layers=[1], vector=np.ones(8, "f4"), strength=1.0)])
 UNSOUND = {
-    "vector": {"edits": (msgspec.structs.replace(SOUND.edits[0], vector=3),)},
+    "vector": {"edits": (msgspec.structs.replace(SOUND.edits[0], vectors=(3,)),)},
+    "no vector": {"edits": (msgspec.structs.replace(SOUND.edits[0], vectors=()),)},
+    "two vectors": {"edits": (msgspec.structs.replace(SOUND.edits[0], vectors=(0, 0)),)},
+    "rows of a kind without": {"edits": (msgspec.structs.replace(SOUND.edits[0], vectors=(0, 0), num_rows=2),)},
+    "coordinates of a kind without": {"edits": (msgspec.structs.replace(SOUND.edits[0], coordinates=b"1234"),)},
     "point": {"edits": (msgspec.structs.replace(SOUND.edits[0], point=77),)},
     "code": {"edits": (msgspec.structs.replace(SOUND.edits[0], code=99),)},
     "layer": {"edits": (msgspec.structs.replace(SOUND.edits[0], layers=(2**40,)),)},

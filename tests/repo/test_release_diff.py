@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from scripts.release_diff import app
 from scripts.releases.work_list import compare, write_report
 from tests.repo.tree import ROOT
-from vllm_steer.compat.record import changes, recorded
+from vllm_steer.compat.seam_digests import changes, recorded
 from vllm_steer.compat.sources import SourceTree
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler.schedule"

@@ -6,6 +6,7 @@ import json
 import pickle
 import typing
 
+import jsonschema
 import msgspec
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from tests.request.test_any_input import json_values
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.request import CaptureSpec, Projection, Selector, pack_vector, parse_capture
-from vllm_steer.request.capture_form import DTYPES, REDUCTIONS, CaptureForm, DtypeName, ReduceName
+from vllm_steer.request.capture import DTYPES, REDUCTIONS, CaptureForm, DtypeName, ReduceName
+from vllm_steer.request.field_types import json_schema
 from vllm_steer.request.selector import POSITIONS, PositionsName
 
 HOOKS = {"post_block": [12]}
+FORM = jsonschema.Draft202012Validator(json_schema(CaptureForm))
 DIRECTIONS = [[1.0, 2.0, 3.0], [0.0, -1.0, 0.5]]
 
 
@@ -83,7 +86,7 @@ class TestParsing:
         """Catches names that are mixed up, such as all_prompt read as all, and forms that the JSON schema lacks."""
         assert one(hooks=HOOKS, positions=written).tokens.intervals(10) == intervals
         if isinstance(written, (str, list, dict)):
-            msgspec.convert({"hooks": HOOKS, "positions": written}, CaptureForm)
+            FORM.validate({"hooks": HOOKS, "positions": written})
 
     @pytest.mark.parametrize(
         ("positions", "path"),
@@ -91,8 +94,7 @@ class TestParsing:
     )
     def test_schema_lacks_what_captures_refuse(self, positions, path):
         """Catches a JSON schema with forms of edits that captures refuse."""
-        with pytest.raises(msgspec.ValidationError):
-            msgspec.convert({"hooks": HOOKS, "positions": positions}, CaptureForm)
+        assert not FORM.is_valid({"hooks": HOOKS, "positions": positions})
         refused_spec(f"positions{path}", positions=positions)
 
     def test_spec_objects_pass_through(self):

@@ -261,8 +261,8 @@ class TestRefused:
         [
             ({"sae": None}, "sae", "missing"),
             ({"sae": "a/b"}, "sae", "not a valid name"),
-            ({"feature": -1}, "feature", "from 0"),
-            ({"feature": None}, "feature", "from 0"),
+            ({"feature": -1}, "feature", "must be the number of a feature, 0 to"),
+            ({"feature": None}, "feature", "is missing; feature needs the number"),
             ({"set": None}, "set", "either set or add"),
             ({"add": 1.0}, "set", "either set or add"),
             ({"set": math.inf}, "set", "finite"),

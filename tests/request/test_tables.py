@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of points and kinds agree with the types, the error travels, and nothing heavy is imported."""
 
+import dataclasses
 import inspect
 import pickle
 import subprocess
 import sys
 import typing
 from pathlib import Path
+from typing import Any
 
 import jsonschema
-import msgspec
 import pytest
 
 import vllm_steer
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName, columns_of, points_on
-from vllm_steer.request import KINDS, CaptureSpec, Edit, KindName
-from vllm_steer.request.capture_form import CaptureForm
-from vllm_steer.request.edit import EditForm
-from vllm_steer.request.request_fields import request_schemas
+from vllm_steer.program import instructions
+from vllm_steer.request import KINDS, Edit, EditKind, KindName
+from vllm_steer.request.request_form import request_schemas
 from vllm_steer.request.selector import NAMED, SelectorName
 
 
@@ -67,6 +67,39 @@ def test_kinds_take_arguments_of_edit():
     assert set().union(*(kind.params for kind in KINDS.values())) == arguments
 
 
+def test_kinds_have_instructions_of_their_own() -> None:
+    """Catches a kind with the number of another instruction, which the device would run instead."""
+    others = (instructions.CAPTURE, instructions.READ, instructions.GATE, instructions.REPLACE_AT,
+              instructions.SET_AT, instructions.MEASURE, 0)  # fmt: skip
+    numbers = [*others, *(kind.code for kind in KINDS.values())]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_what_a_kind_needs_is_declared_and_missing_by_name(kind: EditKind) -> None:
+    """Catches a parameter that a kind needs and an edit lacks, so that it is computed without it."""
+    assert {*kind.vectors, *kind.required, *kind.either} <= {*kind.params}
+    whole: dict[str, Any] = {"vector": [1.0], "low": 0.0, "sae": "topics", "feature": 1, "set": 1.0}
+    given = {name: value for name, value in whole.items() if name in kind.params}
+    Edit(kind.name, point="post_block", layers=1, **given)
+    for name in (*kind.vectors, *kind.required, *kind.either[:1]):
+        with pytest.raises(SteeringError) as refused:
+            Edit(kind.name, point="post_block", layers=1, **{**given, name: None})
+        assert refused.value.field == name
+
+
+def test_an_edit_of_a_feature_is_flat_and_travels() -> None:
+    """Catches an attribute that is not the argument of its name, so that a copy is another edit."""
+    edit = Edit("feature", point="post_block", layers=1, sae="topics", feature=3, add=0.5, live="calm")
+    assert (edit.sae, edit.feature, edit.set, edit.add, edit.width) == ("topics", 3, None, 0.5, 0)
+    assert dataclasses.replace(edit, strength=2.0).strength == 2.0
+    assert dataclasses.replace(edit, strength=1.0) == edit == pickle.loads(pickle.dumps(edit))  # noqa: S301
+    assert edit.to_wire() == {
+        "kind": "feature", "point": "post_block", "layers": [1], "strength": 1.0, "tokens": "all", "sae": "topics",
+        "feature": 3, "add": 0.5, "live": "calm",
+    }  # fmt: skip
+
+
 def test_only_add_and_replace_need_no_direction():
     assert [name for name, kind in KINDS.items() if not kind.needs_direction] == ["add", "replace", "feature"]
 
@@ -100,15 +133,6 @@ except ValueError:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(("cls", "form"), [(Edit, EditForm), (CaptureSpec, CaptureForm)])
-def test_constructors_take_the_fields_of_their_forms(cls: type, form: type) -> None:
-    """Catches an argument that the JSON form, and with it the OpenAPI document, lacks, or with another default."""
-    arguments = {n: p.default for n, p in inspect.signature(cls).parameters.items() if n != "options"}
-    declared = {f.name: f.default if f.default is not msgspec.NODEFAULT else inspect.Parameter.empty
-                for f in msgspec.structs.fields(form)}  # fmt: skip
-    assert arguments == declared
 
 
 def test_encoded_edits_conform_to_the_form() -> None:

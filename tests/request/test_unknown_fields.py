@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_steer.peers.rhizonymph.fields import FIELDS as FORK_FIELDS
 from vllm_steer.peers.vllm_lens.keys import KEYS
-from vllm_steer.request.request_fields import RequestForm
+from vllm_steer.request.request_form import RequestForm
 from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS, problem_of
 
 OF_VENDORS = [

@@ -98,7 +98,7 @@ def test_responses(client: httpx.Client) -> None:
     assert_readouts(response.json()["readouts"], scores, prompt_len)
     events = [json.loads(event) for event in events_of(client, "/v1/responses", body)]
     assert_readouts(joined(events), scores, prompt_len)
-    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["type"] in ("response.completed", "response.incomplete")  # the latter since vLLM 0.33
 
 
 def test_every_choice_has_its_own_readouts(client: httpx.Client) -> None:

@@ -17,9 +17,9 @@ from tests.taps.random_batches import compare_rows
 from tests.taps.random_heads import differences
 from tests.taps.random_projections import MAX_ERROR, SIZES, max_error
 from tests.taps.random_tables import compare, compare_fused
-from vllm_steer.taps.largest_kernel import launch_largest
 from vllm_steer.taps.projection_kernel import launch_products
 from vllm_steer.taps.tap_kernel import launch_tap
+from vllm_steer.taps.top_k_kernel import launch_top_k
 
 SHAPES = tuple(product((64, 80), (torch.float32, torch.float16), (False, True)))
 """Width, dtype, and whether the stream has a second summand."""
@@ -39,7 +39,7 @@ def main() -> None:
         different += filter(None, [compare_rows(seed, device, 12, 9) for seed in range(6)])
         different += filter(None, [wrong_rows(launch_tap, with_other, device) for with_other in (False, True)])
         different += filter(None, [two_summands.wrong_rows(launch_tap, torch.float16, device)])
-        different += differences(launch_largest, device)
+        different += differences(launch_top_k, device)
         for size, picked in product(SIZES, (False, True)):
             if not (off := max_error(launch_products, size, picked, device)) < MAX_ERROR:
                 different.append(f"products {size}, picked {picked}: off by {off:.1e}")

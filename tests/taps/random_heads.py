@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from vllm_steer.taps.heads import Activation, Places, record_largest
+from vllm_steer.taps.heads import Activation, Places, record_top_k
 
 KINDS = ("logits", "relu", "jumprelu", "gated", "topk")
 SIZES = ((40, 5, torch.float32), (9000, 16, torch.float16), (4097, 1, torch.float32), (5000, 7, torch.bfloat16))
@@ -53,7 +53,7 @@ def compare(record: Callable[..., None], kind: str, size: tuple[int, int, torch.
     expected = torch.full((TOKENS, COLUMNS), BEFORE, device=device)
     found = expected.clone()
     given = activation(kind, outputs, device)
-    record_largest(expected, places, products, given, k)
+    record_top_k(expected, places, products, given, k)
     record(found, places, products, given, k)
     off = (found - expected).abs() > 2e-5 * expected.abs().clamp(min=1.0)
     return f"{kind} {size}: {int(off.sum())} numbers differ" if off.any() or found.isnan().any() else ""

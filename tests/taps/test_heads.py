@@ -12,7 +12,7 @@ import torch
 
 from tests.taps.random_heads import CASES, COLUMNS, TOKENS, activation, compare, differences
 from vllm_steer.taps import heads
-from vllm_steer.taps.heads import Activation, LensHead, Places, largest_outputs, parts, record_largest
+from vllm_steer.taps.heads import Activation, LensHead, Places, parts, record_top_k, top_k_outputs
 from vllm_steer.taps.sparse_encoder import SparseEncoder, SparseEncoderHead
 
 HIDDEN, VOCAB, ROWS, K = 8, 40, 7, 5
@@ -24,7 +24,7 @@ def test_lens_equals_log_softmax() -> None:
     rows, unembedding = torch.randn(ROWS, HIDDEN), torch.randn(VOCAB, HIDDEN)
     products = LensHead(lambda x: 2 * x, lambda x: x @ unembedding.T, VOCAB).products(rows)
     assert products is not None
-    found = largest_outputs(products, None, K)
+    found = top_k_outputs(products, None, K)
     expected = (2 * rows @ unembedding.T).log_softmax(-1).topk(K)
     assert found[:, :K].long().equal(expected.indices)
     torch.testing.assert_close(found[:, K:], expected.values)
@@ -43,7 +43,7 @@ def test_records_that_keep_their_values() -> None:
     """Catches values in another token's record or column, and a replayed record that is overwritten."""
     record = torch.zeros(TOKENS, COLUMNS)
     places = Places(torch.tensor([4, 2]), torch.tensor([1, 3]), torch.tensor([False, True]))
-    record_largest(record, places, torch.tensor([[1.0, 3.0, 2.0]] * 2), Activation(torch.zeros(3)), 2)
+    record_top_k(record, places, torch.tensor([[1.0, 3.0, 2.0]] * 2), Activation(torch.zeros(3)), 2)
     assert record.nonzero().tolist() == [[4, column] for column in range(1, 5)]
     assert record[4, 1:5].tolist() == [1, 2, 3, 2]
 
@@ -83,22 +83,22 @@ def test_comparison_detects_other_records() -> None:
     """Negative controls of the comparison: an index too high, values of another activation, one output too few."""
 
     def beside(record: torch.Tensor, places: Places, *given: object) -> None:
-        record_largest(record, Places(places.token, places.column, places.kept.logical_not()), *given)  # type: ignore[arg-type]
+        record_top_k(record, Places(places.token, places.column, places.kept.logical_not()), *given)  # type: ignore[arg-type]
 
     def without(record: torch.Tensor, places: Places, products: torch.Tensor, given: Activation | None, k: int) -> None:
-        record_largest(record, places, products, activation("relu", products.shape[1], CPU, 1), k)
+        record_top_k(record, places, products, activation("relu", products.shape[1], CPU, 1), k)
 
     assert len(list(differences(beside, CPU))) == len(list(differences(without, CPU))) == len(CASES)
-    assert not list(differences(record_largest, CPU))
+    assert not list(differences(record_top_k, CPU))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "size"), CASES)
 def test_kernels_match_the_definition(kind: str, size: tuple[int, int, torch.dtype]) -> None:
     """Catches wrong blocks, masks, keys and places."""
-    from vllm_steer.taps.largest_kernel import launch_largest
+    from vllm_steer.taps.top_k_kernel import launch_top_k
 
-    assert not compare(launch_largest, kind, size, torch.device("cuda"))
+    assert not compare(launch_top_k, kind, size, torch.device("cuda"))
 
 
 @pytest.mark.gpu

@@ -101,7 +101,7 @@ def test_an_archive_expands_in_proportion_to_its_size(monkeypatch: pytest.Monkey
     with pytest.raises(SteeringError, match="after decompression"):
         read_vector_file(file.getvalue())
     with zipfile.ZipFile(many, "w") as archive:
-        for number in range(MAX_TENSORS + 1):
+        for number in range(MAX_TENSORS + 9):
             archive.writestr(f"{number}.npy", b"")
     monkeypatch.setattr("vllm_steer.vectors.archive._read_entry", None)
     with pytest.raises(SteeringError, match="tensors; at most"):
@@ -121,7 +121,7 @@ def test_a_member_yields_no_more_than_it_states(stated: int) -> None:
 
 
 def test_json_is_parsed_once_and_counted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a file that is parsed twice, and one of millions of small lists that is parsed at all."""
+    """Catches a file that is parsed twice, and one of millions of lists, keys or texts that is parsed at all."""
     parsed: list[int] = []
     monkeypatch.setattr(
         "json.loads", lambda text, load=json.loads, **rest: parsed.append(len(text)) or load(text, **rest)
@@ -131,8 +131,10 @@ def test_json_is_parsed_once_and_counted_first(monkeypatch: pytest.MonkeyPatch) 
         parsed.clear()
         read_vector_file(data)
         assert len(parsed) == 1
-    monkeypatch.setattr("vllm_steer.request.strict_json.MAX_CONTAINERS", 10)
+    monkeypatch.setattr("vllm_steer.request.strict_json.MAX_JSON_VALUES", 11)
     parsed.clear()
-    with pytest.raises(SteeringError, match="11 objects and lists"):
-        read_vector_file(b'{"a": [' + b"[]," * 8 + b"[]]}")
+    keys = b",".join(b'"%d":0' % n for n in range(11))
+    for many in (b'{"a":[' + b"[]," * 8 + b"[]]}", b"{%b}" % keys, b'{"a":["","","","","","","","","",""]}'):
+        with pytest.raises(SteeringError, match=r"1[23] objects, lists and texts"):
+            read_vector_file(many)
     assert not parsed

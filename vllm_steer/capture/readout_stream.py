@@ -95,7 +95,7 @@ class ReadoutStream:
 
     def to_json(self, values: dict[str, Readouts]) -> dict[str, Any]:
         """Return the values of all readouts as JSON types."""
-        return {each.name: values[each.name].to_json(each.kind.fields) for each in self.program.readouts}
+        return {each.name: values[each.name].to_json(each.kind.columns) for each in self.program.readouts}
 
     def whole(self, forwarded: int) -> dict[str, Readouts]:
         """Return all values; ``forwarded`` as of `next_delta`."""
@@ -156,7 +156,7 @@ class _Group:
         texts, columns = [b""], list[int]()
         for readout, first in readouts:
             numbers = np.arange(first, first + readout.width, dtype=np.float32)
-            sample = _encode(_values(readout, np.array([width]), numbers[None]).to_json(readout.kind.fields))
+            sample = _encode(_values(readout, np.array([width]), numbers[None]).to_json(readout.kind.columns))
             before, *behind = _NUMBER.split(sample)
             texts[-1] += b"%b%b:%b" % (b"," if columns else b"", _encode(readout.name), before)
             texts += behind

@@ -33,7 +33,7 @@ class Readouts:
     tokens of ``lens``; None for other readouts."""
 
     def to_json(self, fields: tuple[str, ...]) -> dict[str, Any]:
-        """Return the values as JSON types; ``fields`` are the names of their arrays (`ReadoutKind.fields`)."""
+        """Return the values as JSON types; ``fields`` are the names of their arrays (`ReadoutKind.columns`)."""
         arrays = [each.tolist() for each in (self.indices, self.values) if each is not None]
         return {"positions": self.positions.tolist(), **dict(zip(fields, arrays, strict=True))}
 

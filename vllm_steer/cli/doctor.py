@@ -115,11 +115,11 @@ def examine(model: Path, settings: Mapping[str, Any], engine: Mapping[str, Any])
     """Return the report on the model in a folder. Raises ``DoctorError``, and ``SteeringError`` for ``settings``."""
     from vllm_steer.config import SteeringConfig
     from vllm_steer.engine.report import make_report
-    from vllm_steer.models.outline import MARK
+    from vllm_steer.models.dry_run import MARK
 
     config = SteeringConfig.parse(dict(settings))
     request = {"model": str(model), "steering": dict(settings), "engine": dict(engine)}
-    return make_report(_run_module("vllm_steer.models.outline", MARK, stdin=json.dumps(request)), config)
+    return make_report(_run_module("vllm_steer.models.dry_run", MARK, stdin=json.dumps(request)), config)
 
 
 def prove(model: Path, trust_remote_code: bool = False) -> dict[str, Any]:

@@ -306,7 +306,7 @@ MODEL: tuple[Join, ...] = (
 """Wrapped in worker processes, each only when its model gets taps."""
 
 CPU_LORA: tuple[Join, ...] = tuple(
-    Join(f"vllm.lora.{module}:bgmv_{name}", REPLACE, f"vllm_steer.engine.cpu_faults:{name}")
+    Join(f"vllm.lora.{module}:bgmv_{name}", REPLACE, f"vllm_steer.engine.cpu_workarounds:{name}")
     for module in ("ops.torch_ops.lora_ops", "punica_wrapper.punica_cpu")
     for name in ("expand", "expand_slice")
 )

@@ -98,7 +98,7 @@ def compare_installed(version: str) -> VersionCheck:
 
 def compare_with_tested(tree: SourceTree, version: str) -> VersionCheck:
     """Compare the source of a version with the record of the tested versions, and return the closest."""
-    from vllm_steer.compat.record import changes, read_seams, recorded
+    from vllm_steer.compat.seam_digests import changes, read_seams, recorded
 
     seams = read_seams(tree)
     changed = {tested: changes(record, seams) for tested, record in recorded().items() if is_tested(tested)}

@@ -19,8 +19,8 @@ from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.overflow import check_overflow
 from vllm_steer.program.program import CompiledCapture
-from vllm_steer.program.readouts import LENS, SAE_PREFIX, CompiledReadout
-from vllm_steer.request.readout import READOUTS_FIELD
+from vllm_steer.program.readouts import CompiledReadout
+from vllm_steer.request.readout import LENS, READOUTS_FIELD, SAE_PREFIX
 from vllm_steer.request.sites import OF_THE_MODEL
 
 EXCEEDS = "the engine allows"

@@ -251,7 +251,7 @@ class HeadReadouts:
         if group.targets is not None:
             places.write(record, chosen_outputs(products, group.targets))
         else:
-            self._ops.record_largest(record, places, products, group.head.activation, group.top_k)
+            self._ops.record_top_k(record, places, products, group.head.activation, group.top_k)
 
     @contextmanager
     def joined(self, model: Any) -> Iterator[None]:

@@ -37,7 +37,7 @@ from vllm_steer.models.recipe import qualified_name
 from vllm_steer.models.sae import encoder_shape, read_encoder
 from vllm_steer.models.sae_site import check_model, models_of
 from vllm_steer.points import POINT_NAMES, POINTS, POINTS_FLAG, points_on
-from vllm_steer.program.readouts import LENS, SAE_PREFIX
+from vllm_steer.request.readout import LENS, SAE_PREFIX
 from vllm_steer.taps.heads import Head, LensHead
 from vllm_steer.taps.ops import device_ops
 from vllm_steer.taps.sparse_encoder import SparseEncoderHead

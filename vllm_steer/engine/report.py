@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report of what a model or an engine supports, for ``vllm-steer doctor`` and ``GET /v1/steering/capabilities``.
 
-The facts come from the workers or from :mod:`vllm_steer.models.outline`. Names, formulas, reasons and limits come from
+The facts come from the workers or from :mod:`vllm_steer.models.dry_run`. Names, formulas, reasons and limits come from
 the tables that the code itself uses.
 """
 
@@ -157,7 +157,7 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
     """Return the report of a model.
 
     Args:
-        facts: Merged facts of an engine's workers, or the facts of a model outline.
+        facts: Merged facts of an engine's workers, or the facts of a dry run.
         config: Limits of the engine.
         no_capture: Reason why nothing can be captured, or None.
     """

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_steer.compat.internals import FullAttentionSpec, get_pp_group, length_from_prompt_token_ids_or_embeds
-from vllm_steer.engine.cpu_faults import no_draws_for_chunks
+from vllm_steer.engine.cpu_workarounds import no_draws_for_chunks
 from vllm_steer.engine.model_output import attach_rows
 from vllm_steer.engine.model_setup import set_up_steering
 from vllm_steer.engine.step_batch import StepBatch

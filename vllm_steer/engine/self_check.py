@@ -36,7 +36,7 @@ from vllm_steer.models.self_check_plan import (
     served_sites,
 )
 from vllm_steer.points import POINTS_FLAG
-from vllm_steer.program.readouts import LENS
+from vllm_steer.request.readout import LENS
 from vllm_steer.taps.heads import LensHead
 
 # vLLM configures handlers and levels only for loggers below "vllm".

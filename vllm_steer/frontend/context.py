@@ -24,7 +24,7 @@ from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stag
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.controllers import read_controller
-from vllm_steer.frontend.parts import PartMarkers
+from vllm_steer.frontend.part_markers import PartMarkers
 from vllm_steer.metrics.collectors import start as start_metrics
 from vllm_steer.params import capture_specs, program_of
 from vllm_steer.program.program_files import ProgramFileCache

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from vllm_steer.program.part import CompiledPart, selector_of
+from vllm_steer.program.compiled_part import CompiledPart, selector_of
 from vllm_steer.registry.schema import NoEffect
 from vllm_steer.request import Selector
 

@@ -14,9 +14,9 @@ from vllm_steer.compat.internals import SamplingParams as VllmSamplingParams
 from vllm_steer.compat.internals import length_from_prompt_token_ids_or_embeds
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, ensure_engine_context
-from vllm_steer.frontend.cpu_faults import check_cpu_request
+from vllm_steer.frontend.cpu_unsupported import check_cpu_request
 from vllm_steer.frontend.live import check_live
-from vllm_steer.frontend.parts import bind_request
+from vllm_steer.frontend.part_markers import bind_request
 from vllm_steer.frontend.prompt_tokens import check_mask
 from vllm_steer.metrics.requests import count_request
 from vllm_steer.params import (
@@ -122,7 +122,7 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
     context = context_of(input_processor)
     prompt_len = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     if context is not None:
-        check_cpu_request(input_processor.vllm_config, params)
+        check_parameters(input_processor.vllm_config, params)
     if program_bytes(params) is None:
         if capture_specs(params):
             raise SteeringError(f"extra_args.{CAPTURE_KEY}", "has no compiled program beside it; use `capture` instead")
@@ -136,8 +136,16 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
     if context.markers is not None:
         bind_request(request, input_processor, context.markers)
         params = request.sampling_params
-    check_live(input_processor.vllm_config, program_of(params))
     context.check(params, prompt_len)
+
+
+def check_parameters(vllm_config: Any, params: Any) -> None:
+    """Raise :class:`SteeringError` for sampling parameters that no engine with this configuration serves.
+
+    Called before a streamed response starts as well; None, for pooling, is always served.
+    """
+    check_cpu_request(vllm_config, params)
+    check_live(vllm_config, program_of(params))
 
 
 def refuse_streaming_input(params: Any) -> None:

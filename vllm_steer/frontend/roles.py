@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from vllm_steer.request.part import ROLES
+from vllm_steer.request.message_parts import ROLES
 from vllm_steer.request.selector import OPEN_END
 
 _CONVERSATIONS = (("system", "user", "assistant", "user"), ("user", "assistant", "user"))

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_steer.models.sae_files import SaeFiles, open_files
 from vllm_steer.program.feature import SaeSite
-from vllm_steer.request.feature import ANY_SITE_FLAG
+from vllm_steer.request.references import ANY_SITE_FLAG
 from vllm_steer.request.scalars import is_integer
 from vllm_steer.site_names import find_foreign_site
 

@@ -10,7 +10,14 @@ import torch
 
 from vllm_steer.models import streams
 from vllm_steer.models.convolved import install_convolved
-from vllm_steer.models.loops import engram_gaps, every_gap, hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
+from vllm_steer.models.looped_layers import (
+    engram_gaps,
+    every_gap,
+    hrm_text_gaps,
+    hrm_text_runs,
+    loop_coder_runs,
+    solar_gaps,
+)
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MIXED_BRANCH, MLP_MIX, NO_SUBMODULE, Reasons, Recipe
 from vllm_steer.points import BRANCH_OUTPUTS, OPTIONAL_POINTS, PointName
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,8 +11,8 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.patching.metrics import MetricName
 from vllm_steer.patching.settings import Ablation
-from vllm_steer.patching.study import PatchingStudy
-from vllm_steer.request.declared import any_of
+from vllm_steer.patching.study import SWEEP_DEFAULTS, PatchingStudy
+from vllm_steer.request.field_types import any_of
 from vllm_steer.request.matrix import MatrixForm
 from vllm_steer.request.scalars import closest, shown
 
@@ -91,10 +90,8 @@ class StudyForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
     ] = True
 
 
-STUDY_FIELDS = tuple(name for name in inspect.signature(PatchingStudy).parameters if name != "llm")
+STUDY_FIELDS = tuple(name for name in StudyForm.__struct_fields__ if name not in SWEEP_DEFAULTS)
 """Arguments of `PatchingStudy`."""
-SWEEP_FIELDS = tuple(name for name in StudyForm.__struct_fields__ if name not in STUDY_FIELDS)
-"""Arguments of `PatchingStudy.sweep`."""
 
 
 def read_study(
@@ -113,12 +110,12 @@ def read_study(
     check_fields(body, extra)
     given = {name: value for name, value in body.items() if name not in extra and value is not None}
     study = PatchingStudy(runner, **{name: value for name, value in given.items() if name in STUDY_FIELDS})
-    return study, {name: value for name, value in given.items() if name in SWEEP_FIELDS}
+    return study, {name: value for name, value in given.items() if name in SWEEP_DEFAULTS}
 
 
 def check_fields(body: Mapping[Any, Any], extra: tuple[str, ...] = ()) -> None:
     """Raise SteeringError for an unknown field, or a flag of another type, of a study."""
-    known = (*STUDY_FIELDS, *SWEEP_FIELDS)
+    known = StudyForm.__struct_fields__
     for name in body:
         if name not in (*known, *extra):
             hint = closest(str(name), (*known, *extra))

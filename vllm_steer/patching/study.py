@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -163,11 +165,7 @@ class PatchingStudy:
             SteeringError: An argument is invalid, ``recovered`` would divide by zero, or ``file`` has another sweep.
             RuntimeError: An unpatched run failed. A cell that fails is NaN instead; see `PatchingResult.errors`.
         """
-        arguments = {
-            "points": points, "layers": layers, "positions": positions, "metric": metric, "direction": direction,
-            "strength": strength, "layer_window": layer_window, "position_window": position_window,
-            "subspace": subspace, "kl_tokens": kl_tokens, "control": control,
-        }  # fmt: skip
+        arguments = {name: value for name, value in locals().items() if name in SWEEP_DEFAULTS}
         return self._run(arguments, file, progress)
 
     def stream(self, **arguments: Any) -> Iterator[tuple[PatchingResult, Batch | None]]:
@@ -176,15 +174,7 @@ class PatchingStudy:
         The arguments are those of `sweep`; ``file`` and ``progress`` are not accepted.
         The first result has the unpatched runs only, and no batch. The result is one object, which is updated.
         """
-        defaults = {
-            "points": ("post_block",), "layers": "all", "positions": "all", "metric": "logit_diff", "direction": None,
-            "strength": 1.0, "layer_window": 1, "position_window": 1, "subspace": None,
-            "kl_tokens": None, "control": True,
-        }  # fmt: skip
-        for name in arguments:
-            if name not in defaults:
-                raise SteeringError(name, f"unknown argument; use one of {', '.join(defaults)}")
-        yield from self._stream({**defaults, **arguments}, None)
+        yield from self._stream(_sweep_arguments(arguments), None)
 
     def coarse_to_fine(
         self,
@@ -216,18 +206,8 @@ class PatchingStudy:
         """
         share = read_number(keep, "keep")
         width = read_window(layer_span, "layer_span"), read_window(position_span, "position_span")
-        for name in ("layers", "positions", "layer_window", "position_window"):
-            if name in arguments:
-                raise SteeringError(name, "is chosen by coarse_to_fine; use sweep to choose it")
-        defaults = {
-            "metric": "logit_diff", "direction": None, "strength": 1.0, "layer_window": 1, "position_window": 1,
-            "subspace": None, "kl_tokens": None, "control": True,
-        }  # fmt: skip
-        for name in arguments:
-            if name not in defaults:
-                accepted = [each for each in defaults if each not in ("layer_window", "position_window")]
-                raise SteeringError(name, f"unknown argument; use one of {', '.join(accepted)}")
-        fine = {**defaults, **arguments, "points": points, "layers": "all", "positions": "all"}
+        fine = _sweep_arguments(arguments, "layers", "positions", "layer_window", "position_window")
+        fine["points"] = points
         path = _read_file(file)
         _, empty = self._prepare(fine)
         if path is not None and path.exists():
@@ -303,6 +283,27 @@ class PatchingStudy:
         for batch in run_batches(sweep, self._runner, done, only, result.controlled):
             result.add(batch)
             yield result, batch
+
+
+SWEEP_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        name: argument.default
+        for name, argument in inspect.signature(PatchingStudy.sweep).parameters.items()
+        if name not in ("self", "file", "progress")
+    }
+)
+"""Arguments of a sweep that decide about its result, with their defaults."""
+
+
+def _sweep_arguments(given: Mapping[str, Any], *chosen: str) -> dict[str, Any]:
+    """Return all arguments of a sweep; raise SteeringError for one that is unknown or ``chosen`` by its caller."""
+    for name in given:
+        if name in chosen:
+            raise SteeringError(name, "is chosen by coarse_to_fine; use sweep to choose it")
+        if name not in SWEEP_DEFAULTS:
+            offered = ", ".join(each for each in SWEEP_DEFAULTS if each not in chosen)
+            raise SteeringError(name, f"unknown argument; use one of {offered}")
+    return {**SWEEP_DEFAULTS, **given}
 
 
 def _read_file(file: str | Path | None) -> Path | None:

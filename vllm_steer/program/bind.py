@@ -17,18 +17,19 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.compiled_edit import CompiledEdit
+from vllm_steer.program.compiled_part import CompiledPart, Markers, bound_parts
 from vllm_steer.program.compiler import check_order, compile_mlp
 from vllm_steer.program.feature import FeatureVectors, SaeSite
-from vllm_steer.program.part import CompiledPart, Markers, bound_parts
 from vllm_steer.program.program import Program
-from vllm_steer.program.readouts import SAE_PREFIX, CompiledReadout
+from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.records import TOKEN
 from vllm_steer.program.vector_table import VectorTable
 from vllm_steer.request import Projection, Selector, bytes_of
 from vllm_steer.request.condition import condition_source, stop_source
 from vllm_steer.request.hidden_layer import NO_COSINE, TOO_LATE, HiddenLayer
-from vllm_steer.request.part import IMAGE, PROMPT_PARTS
+from vllm_steer.request.message_parts import IMAGE, PROMPT_PARTS
 from vllm_steer.request.probe import Probe
+from vllm_steer.request.readout import SAE_PREFIX
 from vllm_steer.request.selector import OPEN_END, Wire
 
 
@@ -92,7 +93,7 @@ def bind_names(program: Program, names: Names) -> Program:
 def _bind_feature(edit: CompiledEdit, names: Names, vectors: VectorTable, source: str) -> CompiledEdit:
     """Return an edit of a feature with its site and its vectors."""
     feature = edit.feature
-    if feature is None or edit.rows:
+    if feature is None or edit.vectors:
         return edit
     site = names.site(feature.sae, source)
     point, layers = site.place(
@@ -102,11 +103,11 @@ def _bind_feature(edit: CompiledEdit, names: Names, vectors: VectorTable, source
     if feature.sets and found.problem:
         raise SteeringError(f"{source}.set", found.problem)
     used = (found.encoder, found.decoder) if feature.sets else (found.decoder,)
-    rows = tuple(vectors.add(bytes_of(vector), f"{source}.sae") for vector in used)
+    indices = tuple(vectors.add(bytes_of(vector), f"{source}.sae") for vector in used)
     feature = msgspec.structs.replace(feature, omitted=())
     if feature.sets:
         feature = msgspec.structs.replace(feature, bias=found.bias, threshold=found.threshold)
-    bound = msgspec.structs.replace(edit, point=point, layers=layers, vector=rows[-1], rows=rows, feature=feature)
+    bound = msgspec.structs.replace(edit, point=point, layers=layers, vectors=indices, feature=feature)
     return bound.with_strength(edit.strength, vectors.digests)
 
 

@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_steer.program.instructions import CODES
-from vllm_steer.program.part import CompiledPart
+from vllm_steer.program.compiled_part import CompiledPart
+from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.records import CompiledCondition
-from vllm_steer.request import Selector, content_digest
+from vllm_steer.request import KINDS, Selector, content_digest
 from vllm_steer.request.selector import Wire
 
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 """Version of the wire form of programs."""
 
 _ALL = Selector("all").to_wire()
@@ -38,18 +37,19 @@ class CompiledFeature(msgspec.Struct, frozen=True, array_like=True):
 class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
     """One edit: what to compute, where, with which vector, on which tokens.
 
-    ``vector`` is an index into the program's vectors. ``digest`` covers the content of the edit without its tokens and
-    without the readouts that its conditions refer to.
+    ``vectors`` are indices into the program's vectors: one, the rows of a matrix, a basis, or those of a feature, the
+    encoder with ``set`` and the decoder; none until they are filled in. ``digest`` covers the content of the edit
+    without its tokens and without the readouts that its conditions refer to.
 
-    An edit with a matrix has ``num_rows`` rows, one for each of its positions; otherwise ``num_rows`` is 0. ``rows``
-    are the indices of the matrix's rows. An edit of a subspace has no rows: ``basis`` are the indices of an orthonormal
-    basis, and ``coordinates`` the float32 coordinates of the vector or rows in it, ``[k, num_rows or 1]``.
+    An edit with a matrix has ``num_rows`` rows, one for each of its positions; otherwise ``num_rows`` is 0. An edit of
+    a subspace has as ``vectors`` an orthonormal basis, and as ``coordinates`` the float32 coordinates of its vector or
+    rows in the basis, ``[k, num_rows or 1]``.
     """
 
     code: int
     point: int
     layers: tuple[int, ...]
-    vector: int
+    vectors: tuple[int, ...]
     strength: float
     low: float
     high: float
@@ -58,11 +58,9 @@ class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
     when: tuple[CompiledCondition, ...] = ()
     live: str = ""
     num_rows: int = 0
-    rows: tuple[int, ...] = ()
-    basis: tuple[int, ...] = ()
     coordinates: bytes = b""
     feature: CompiledFeature | None = None
-    """Of an edit of a feature. Its rows are the encoder's, with ``set`` only, and the decoder's; none at first."""
+    """Of an edit of a feature."""
     parts: tuple[CompiledPart, ...] = ()
     """Parts of the output to which the edit is restricted; a token must be in all of them."""
 
@@ -82,18 +80,13 @@ class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
         return Selector.from_wire(self.tokens)
 
     @property
-    def vectors(self) -> tuple[int, ...]:
-        """Indices of all vectors of the edit."""
-        return self.basis or self.rows or (() if self.feature else (self.vector,))
-
-    @property
     def is_pending(self) -> bool:
         """Whether the vectors of a feature are still missing."""
-        return self.feature is not None and not self.rows
+        return not self.vectors
 
     def coordinate_array(self) -> npt.NDArray[np.float32]:
         """Return the coordinates, ``[k, num_rows or 1]``."""
-        return np.frombuffer(self.coordinates, "<f4").reshape(len(self.basis), -1)
+        return np.frombuffer(self.coordinates, "<f4").reshape(len(self.vectors), -1)
 
     def with_strength(self, strength: float, digests: Sequence[bytes]) -> CompiledEdit:
         """Return the edit at another strength; ``digests`` are those of the program's vectors."""
@@ -101,42 +94,34 @@ class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
 
     def moved(self, places: Sequence[int]) -> CompiledEdit:
         """Return the edit with ``places[i]`` as the index of vector ``i``."""
-        return msgspec.structs.replace(
-            self,
-            vector=self.vector if self.is_pending else places[self.vector],
-            rows=tuple(places[index] for index in self.rows),
-            basis=tuple(places[index] for index in self.basis),
-        )
+        return msgspec.structs.replace(self, vectors=tuple(places[index] for index in self.vectors))
 
     @property
     def is_sound(self) -> bool:
-        """Whether the parts of a matrix or subspace fit together."""
-        if self.code == CODES["feature"] and self.feature is not None:
-            sizes = (0, 1 + self.feature.sets)
-            return len(self.rows) in sizes and not (self.num_rows or self.basis or self.coordinates)
-        if self.feature is not None or self.code == CODES["feature"]:
+        """Whether vectors, rows, coordinates and feature fit the kind and each other."""
+        kind = KINDS[KIND_OF[self.code]]
+        if (self.feature is None) != bool(kind.vectors) or not (kind.takes_matrix or not self.num_rows):
             return False
-        if self.code != CODES["replace"]:
-            return not (self.num_rows or self.rows or self.basis or self.coordinates)
-        if self.basis:
-            return not self.rows and len(self.coordinates) == 4 * len(self.basis) * (self.num_rows or 1)
-        return len(self.rows) == self.num_rows and not self.coordinates
+        if self.feature is not None:
+            return len(self.vectors) in (0, 1 + self.feature.sets) and not self.coordinates
+        if self.coordinates:
+            return "subspace" in kind.params and len(self.coordinates) == 4 * len(self.vectors) * (self.num_rows or 1)
+        return len(self.vectors) == (self.num_rows or len(kind.vectors))
 
 
 def edit_digest(edit: CompiledEdit, strength: float, digests: Sequence[bytes]) -> bytes:
     """Return the digest of an edit's content. Tokens are left out: they select where the same edit applies."""
     # The version is included because the meaning of a point's number depends on it.
-    head = struct.pack("<BBBddd", WIRE_VERSION, edit.code, edit.point, strength, edit.low, edit.high)
-    content = (
-        head + struct.pack(f"<{len(edit.layers)}i", *edit.layers) + (b"" if edit.is_pending else digests[edit.vector])
+    what = (
+        WIRE_VERSION,
+        edit.code,
+        edit.point,
+        strength,
+        edit.low,
+        edit.high,
+        edit.layers,
+        edit.feature,
+        edit.num_rows,
     )
-    if edit.feature:
-        content += msgspec.msgpack.encode((edit.feature, [digests[index] for index in edit.rows]))
-    if edit.when or edit.live:
-        content += msgspec.msgpack.encode((edit.when, edit.live))
-    if edit.parts:
-        content += msgspec.msgpack.encode(edit.parts)
-    if edit.num_rows or edit.basis:
-        vectors = [digests[index] for index in edit.vectors]
-        content += msgspec.msgpack.encode((edit.num_rows, bool(edit.basis), vectors, edit.coordinates))
-    return content_digest(content)
+    vectors = [digests[index] for index in edit.vectors]
+    return content_digest(msgspec.msgpack.encode((what, vectors, edit.coordinates, edit.when, edit.live, edit.parts)))

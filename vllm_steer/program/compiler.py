@@ -13,10 +13,9 @@ import numpy.typing as npt
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, CompiledFeature
+from vllm_steer.program.compiled_part import compile_parts
 from vllm_steer.program.instructions import CODES, UNBOUNDED
-from vllm_steer.program.part import compile_parts
 from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
-from vllm_steer.program.readouts import KINDS as KINDS_OF_READOUTS
 from vllm_steer.program.readouts import CompiledMlp, CompiledReadout
 from vllm_steer.program.records import (
     HELD,
@@ -43,10 +42,9 @@ from vllm_steer.request import (
     bytes_of,
 )
 from vllm_steer.request.condition import condition_source
-from vllm_steer.request.feature import FeatureEdit
 from vllm_steer.request.hidden_layer import TOO_LATE, HiddenLayer
 from vllm_steer.request.matrix import orthonormal_basis
-from vllm_steer.request.part import PROMPT_PARTS
+from vllm_steer.request.message_parts import PROMPT_PARTS
 from vllm_steer.request.scalars import FLOAT32_MAX, closest
 from vllm_steer.request.selector import Wire
 from vllm_steer.request.sites import Layers
@@ -146,69 +144,48 @@ def check_order(program: Program) -> None:
 
 
 def _compile_edit(edit: Edit, vectors: VectorTable, when: tuple[CompiledCondition, ...], path: str) -> CompiledEdit:
-    vector = edit.vector
+    vector, coordinates = edit.vector, b""
+    indices: tuple[int, ...] = ()
+    feature: CompiledFeature | None = None
+    low, high = -UNBOUNDED if edit.low is None else edit.low, UNBOUNDED if edit.high is None else edit.high
     if KINDS[edit.kind].needs_direction:
         wide = vector.astype(np.float64)
         vector = np.ascontiguousarray(wide / np.linalg.norm(wide), dtype="<f4")
-    rows: tuple[int, ...] = ()
-    basis: tuple[int, ...] = ()
-    coordinates = b""
     if edit.subspace is not None:
         orthonormal = orthonormal_basis(edit.subspace)
-        basis = vectors.add_rows(orthonormal.astype(np.float32), path)
+        indices = vectors.add_rows(orthonormal.astype(np.float32), path)
         coordinates = _coordinates(vector.astype(np.float64) @ orthonormal.T, f"{path}.vector")
-    elif edit.feature is not None:
-        return _compile_feature(edit, edit.feature, when).with_strength(strength_of(edit), ())
+    elif edit.sae is not None:  # bind_names adds the vectors
+        omitted = (*(("point",) if edit.point is None else ()), *(() if edit.layers else ("layer",)))
+        feature = CompiledFeature(edit.sae, edit.feature or 0, edit.set is not None, omitted=omitted)
+        low = high = edit.set or 0.0
     elif edit.num_rows is not None:
-        rows = vectors.add_rows(vector, path)
+        indices = vectors.add_rows(vector, path)
     else:
-        rows = (vectors.add(bytes_of(vector), path),)
+        indices = (vectors.add(bytes_of(vector), path),)
     compiled = CompiledEdit(
         code=CODES[edit.kind],
         point=_number_of(edit.point),
-        layers=_compile_layers(edit.layers),
-        vector=(basis or rows)[0],
-        strength=float(edit.strength),
-        low=-UNBOUNDED if edit.low is None else float(edit.low),
-        high=UNBOUNDED if edit.high is None else float(edit.high),
+        layers=_compile_layers(edit.layers or (0,)),
+        vectors=indices,
+        strength=strength_of(edit),
+        low=low,
+        high=high,
         tokens=_tokens_of(edit.tokens),
         digest=b"",
         when=when,
         parts=compile_parts(edit.tokens),
         live=edit.live or "",
         num_rows=edit.num_rows or 0,
-        rows=() if edit.num_rows is None else rows,
-        basis=basis,
         coordinates=coordinates,
+        feature=feature,
     )
     return compiled.with_strength(compiled.strength, vectors.digests)
 
 
 def strength_of(edit: Edit) -> float:
     """Return the strength of an edit, multiplied by what an edit of a feature adds; 0 means that it changes nothing."""
-    added = None if edit.feature is None else edit.feature.add
-    return float(edit.strength) * (1.0 if added is None else added)
-
-
-def _compile_feature(edit: Edit, feature: FeatureEdit, when: tuple[CompiledCondition, ...]) -> CompiledEdit:
-    """Return an edit of a feature without its vectors, which :func:`~vllm_steer.program.bind.bind_names` adds."""
-    new = 0.0 if feature.set is None else feature.set
-    omitted = (*(("point",) if edit.point is None else ()), *(() if edit.layers else ("layer",)))
-    return CompiledEdit(
-        code=CODES[edit.kind],
-        point=_number_of(edit.point),
-        layers=_compile_layers(edit.layers) if edit.layers else (0,),
-        vector=0,
-        strength=0.0,
-        low=new,
-        high=new,
-        tokens=_tokens_of(edit.tokens),
-        digest=b"",
-        when=when,
-        parts=compile_parts(edit.tokens),
-        live=edit.live or "",
-        feature=CompiledFeature(feature.sae, feature.feature, feature.set is not None, omitted=omitted),
-    )
+    return edit.strength * (1.0 if edit.add is None else edit.add)
 
 
 def _coordinates(values: npt.NDArray[np.float64], field: str) -> bytes:
@@ -249,10 +226,10 @@ def _compile_readout(name: str, readout: Readout, vectors: VectorTable) -> Compi
     elif isinstance(directions, NamedProjection):
         names = tuple(map(str, directions.probes))
     else:
-        indices = vectors.add_directions(directions, f"readouts.{name}.{readout.kind}")
+        indices = vectors.add_directions(directions, f"readouts.{name}.{readout.kind.name}")
     return CompiledReadout(
         name=name,
-        scalar=KINDS_OF_READOUTS[readout.kind].is_scalar,
+        scalar=readout.kind.is_scalar,
         point=_number_of(readout.point),
         layer=readout.layer or 0,
         vectors=indices,
@@ -260,7 +237,7 @@ def _compile_readout(name: str, readout: Readout, vectors: VectorTable) -> Compi
         sigmoid=bool(readout.sigmoid),
         tokens=_tokens_of(readout.positions),
         probes=names,
-        head=KINDS_OF_READOUTS[readout.kind].head + (readout.sae or ""),
+        head=readout.kind.head + (readout.sae or ""),
         top_k=readout.top_k or 0,
         layers=_layers_of_head(readout),
         cosine=bool(readout.cosine),
@@ -288,7 +265,7 @@ def _find_probe(name: str, readouts: Mapping[str, Readout], numbers: Mapping[str
         raise SteeringError(
             f"{field}.readout", f"{name!r} is not among the request's readouts; {_use_instead(name, numbers)}"
         )
-    if not KINDS_OF_READOUTS[readouts[name].kind].is_scalar:
+    if not readouts[name].kind.is_scalar:
         raise SteeringError(f"{field}.readout", f"{name!r} has several values per token; name a readout with one probe")
     return numbers[name]
 

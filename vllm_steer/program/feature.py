@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.request.feature import ANY_SITE_FLAG
+from vllm_steer.request.references import ANY_SITE_FLAG
 
 
 class FeatureVectors(msgspec.Struct, frozen=True):

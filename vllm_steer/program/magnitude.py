@@ -77,9 +77,9 @@ def _added_norm(edit: CompiledEdit, program: Program, norms: dict[int, float], f
         # It has no instructions, whatever the factor.
         return 0.0
     if kind == "feature":
-        norm = float(np.linalg.norm(program.vector(edit.vector).astype(np.float64)))
+        norm = float(np.linalg.norm(program.vector(edit.vectors[-1]).astype(np.float64)))
         return strength * norm * (abs(edit.low) if edit.feature and edit.feature.sets else 1.0)
-    if kind == "add" or (kind == "replace" and not edit.basis):
+    if kind == "add" or (kind == "replace" and not edit.coordinates):
         for vector in edit.vectors:
             if vector not in norms:
                 norms[vector] = float(np.linalg.norm(program.vector(vector).astype(np.float64)))

@@ -59,7 +59,7 @@ def check_live_overflow(program: Program, strengths: Mapping[str, float], dtype:
 
 def _problem(edit: CompiledEdit, program: Program, strength: float, dtype: str) -> str | None:
     """Return how the products of an edit overflow, or None."""
-    if edit.is_pending or not (edit.feature or edit.basis):
+    if edit.is_pending or not (edit.feature or edit.coordinates):
         return None
     factor, largest = _products(edit, program, abs(strength), _OVERFLOW[dtype])
     for value, name in ((max(abs(strength), factor), "float32"), (largest, dtype)):
@@ -75,12 +75,12 @@ def _products(edit: CompiledEdit, program: Program, strength: float, limit: floa
     """Return the largest factor of a direction, and the largest component that the edit adds to a row of zeros."""
     if edit.feature:
         factor = strength * (abs(edit.low) if edit.feature.sets else 1.0)
-        return factor, factor * float(np.abs(program.vector(edit.vector)).max())
+        return factor, factor * float(np.abs(program.vector(edit.vectors[-1])).max())
     coordinates = edit.coordinate_array().astype(np.float64)
     factor = strength * float(np.abs(coordinates).max())
     # No component is larger than the norm, because the basis is orthonormal; rounding of the basis is far below 1%.
     largest = strength * float(np.linalg.norm(coordinates, axis=0).max())
     if largest * 1.01 >= limit:
-        basis = np.stack([program.vector(index) for index in edit.basis]).astype(np.float64)
+        basis = np.stack([program.vector(index) for index in edit.vectors]).astype(np.float64)
         largest = strength * float(np.abs(coordinates.T @ basis).max())
     return factor, largest

@@ -6,7 +6,7 @@ The operands of a segment form one run on the device. A token finds its own by i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program.compiled_edit import CompiledEdit
+from vllm_steer.program.compiled_edit import CompiledEdit, CompiledFeature
 from vllm_steer.program.instructions import ADD, CLAMP, FEATURE, MEASURE, REPLACE_AT, SET_AT
 from vllm_steer.program.program import Program
 from vllm_steer.request.matrix import check_row_count
@@ -94,36 +94,32 @@ def edit_steps(
     runs: list[PositionRun] = []
     for number in edits:
         edit = program.edits[number]
+        vectors = [program.digests[index] for index in edit.vectors]
         if not edit.strength:
             # It has columns in the records of its tokens, but changes nothing.
             steps.append(())
         elif edit.feature is not None:
-            steps.append(_feature_steps(program, edit))
-        elif not edit.num_rows and not edit.basis:
-            steps.append((EditStep(edit.code, program.digests[edit.vector], edit.low, edit.high),))
-        elif not edit.num_rows:
-            values = edit.coordinate_array()[:, 0].tolist()
-            vectors = [program.digests[index] for index in edit.basis]
-            steps.append(tuple(EditStep(CLAMP, v, c, c) for v, c in zip(vectors, values, strict=True)))
-        else:
+            steps.append(_feature_steps(edit, edit.feature, vectors))
+        elif edit.num_rows:
             first = len(runs)
             runs += _runs(program, edit, edit.selector.intervals(prompt_len), start, stop)
-            if edit.basis:
-                vectors = [program.digests[index] for index in edit.basis]
+            if edit.coordinates:
                 steps.append(tuple(EditStep(SET_AT, v, 0.0, 0.0, first + i) for i, v in enumerate(vectors)))
             else:
-                steps.append((EditStep(REPLACE_AT, program.digests[edit.rows[0]], 0.0, 0.0, first),))
+                steps.append((EditStep(REPLACE_AT, vectors[0], 0.0, 0.0, first),))
+        elif edit.coordinates:
+            values = edit.coordinate_array()[:, 0].tolist()
+            steps.append(tuple(EditStep(CLAMP, v, c, c) for v, c in zip(vectors, values, strict=True)))
+        else:
+            steps.append(tuple(EditStep(edit.code, vector, edit.low, edit.high) for vector in vectors))
     return tuple(steps), tuple(runs)
 
 
-def _feature_steps(program: Program, edit: CompiledEdit) -> tuple[EditStep, ...]:
-    feature, decoder = edit.feature, program.digests[edit.vector]
-    if feature is None or not feature.sets:
-        return (EditStep(ADD, decoder, 0.0, 0.0),)
-    return (
-        EditStep(MEASURE, program.digests[edit.rows[0]], feature.bias, feature.threshold),
-        EditStep(FEATURE, decoder, edit.low, edit.high),
-    )
+def _feature_steps(edit: CompiledEdit, feature: CompiledFeature, vectors: Sequence[bytes]) -> tuple[EditStep, ...]:
+    if not feature.sets:
+        return (EditStep(ADD, vectors[-1], 0.0, 0.0),)
+    measure = EditStep(MEASURE, vectors[0], feature.bias, feature.threshold)
+    return measure, EditStep(FEATURE, vectors[-1], edit.low, edit.high)
 
 
 def _runs(
@@ -137,8 +133,8 @@ def _runs(
         if low < high:
             number_of[low - start : high - start] = np.arange(before + low - first, before + high - first)
         before += end - first
-    if not edit.basis:
-        digests = [program.digests[index] for index in edit.rows]
+    if not edit.coordinates:
+        digests = [program.digests[index] for index in edit.vectors]
         return [PositionRun(vectors=tuple(digests[i] if i != NO_OPERAND else b"" for i in number_of.tolist()))]
     # Coordinates are finite, so none has the bits of NO_OPERAND.
     return [

@@ -17,14 +17,14 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_TOP_K
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, edit_digest
-from vllm_steer.program.instructions import CODES, KIND_OF
-from vllm_steer.program.part import CompiledPart
+from vllm_steer.program.compiled_part import CompiledPart
+from vllm_steer.program.instructions import KIND_OF, REPLACE
 from vllm_steer.program.program_cache import CachedProgram, ProgramCache
-from vllm_steer.program.readouts import LENS, CompiledReadout
+from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.records import PART, STOP, STOP_COLUMN, TOKEN, CompiledCondition, CompiledStop, RecordLayout
 from vllm_steer.request import Selector, content_digest, projection_digest
 from vllm_steer.request.condition import condition_source, stop_source
-from vllm_steer.request.readout import MAX_TOKEN
+from vllm_steer.request.readout import LENS, MAX_TOKEN
 from vllm_steer.request.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
 from vllm_steer.request.selector import Wire
 
@@ -183,7 +183,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             dict.fromkeys(
                 self.edit_source(i)
                 for i, edit in enumerate(self.edits)
-                if edit.strength and edit.vector in zero and edit.code != CODES["replace"]
+                if edit.strength and edit.code != REPLACE and zero.issuperset(edit.vectors[-1:] or (-1,))
             )
         )
 
@@ -335,9 +335,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
                 for part in parts
             )
             and all(
-                edit.code in KIND_OF
-                and edit.is_sound
-                and (edit.is_pending or all(0 <= index < num_vectors for index in (edit.vector, *edit.vectors)))
+                edit.code in KIND_OF and edit.is_sound and all(0 <= index < num_vectors for index in edit.vectors)
                 for edit in self.edits
             )
             and all(NO_PROJECTION <= capture.projection < len(self.projections) for capture in self.captures)

@@ -1,56 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of readouts, and compiled readouts."""
+"""Compiled readouts."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 
 import msgspec
 
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.program.part import CompiledPart
+from vllm_steer.program.compiled_part import CompiledPart
 from vllm_steer.request import Selector
 from vllm_steer.request.hidden_layer import ACTIVATIONS
-from vllm_steer.request.readout import ReadoutKind as KindName
+from vllm_steer.request.readout import KINDS, ReadoutKind
 from vllm_steer.request.selector import Wire
-
-LENS, SAE_PREFIX = "lens", "sae:"
-"""Heads: functions of a row of the stream with many outputs, of which the largest are recorded."""
-
-
-@dataclass(frozen=True)
-class ReadoutKind:
-    """How a kind of readout is computed, recorded and returned; :class:`ReadoutForm` declares its request fields."""
-
-    name: KindName
-    fields: tuple[str, ...]
-    """Names of its numbers in JSON, beside ``positions``."""
-    head: str = ""
-    """Name of its head, or the beginning of the names; empty for products with vectors."""
-    has_layers: bool = False
-    """Whether its numbers have an axis for layers."""
-    is_scalar: bool = False
-    """Whether it has one number per token, which conditions and stops can look at."""
-
-    @property
-    def has_head(self) -> bool:
-        """Whether the largest outputs of a head are recorded, each as its index and its value."""
-        return bool(self.head)
-
-
-KINDS: Mapping[str, ReadoutKind] = MappingProxyType(
-    {
-        kind.name: kind
-        for kind in (
-            ReadoutKind("probe", ("values",), is_scalar=True),
-            ReadoutKind("projections", ("values",)),
-            ReadoutKind("lens", ("token_ids", "logprobs"), LENS, has_layers=True),
-            ReadoutKind("sae", ("indices", "values"), SAE_PREFIX),
-        )
-    }
-)
 
 
 class CompiledMlp(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +43,7 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
     tokens: Wire
     probes: tuple[str, ...] = ()
     head: str = ""
-    """:data:`LENS`, or :data:`SAE_PREFIX` and the name of an autoencoder; empty for products with vectors."""
+    """`LENS`, or `SAE_PREFIX` and the name of an autoencoder; empty for products with vectors."""
     top_k: int = 0
     """Number of the largest outputs of the head that are returned, for each of ``layers``."""
     layers: tuple[int, ...] = ()

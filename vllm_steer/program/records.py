@@ -13,7 +13,7 @@ from math import inf, nan
 
 import msgspec
 
-from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
+from vllm_steer.program.compiled_part import MAX_BREAKS, NO_TOKEN, CompiledPart
 from vllm_steer.request import OPEN_END, Selector
 from vllm_steer.request.selector import Wire
 
@@ -122,7 +122,7 @@ class DeviceCondition:
     opened: bool = False
     """Whether a :data:`PART` has begun in the prompt."""
     breaks: tuple[int, ...] = (NO_TOKEN,) * MAX_BREAKS
-    """Tokens that end a :data:`PART` without belonging to it, :data:`~vllm_steer.program.part.MAX_BREAKS` of them."""
+    """Tokens that end a :data:`PART` without belonging to it."""
 
     @property
     def initial_state(self) -> float:

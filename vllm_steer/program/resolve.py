@@ -398,7 +398,7 @@ def _token_program(
     needed_by_edits = [
         program.digests[index]
         for edit in edits.edits
-        for index in edit.basis or (edit.rows if edit.feature else (edit.vector,))
+        for index in (edit.vectors if edit.coordinates or not edit.num_rows else edit.vectors[:1])
     ]
     needed_by_edits += [digest for run in edits.runs for digest in dict.fromkeys(run.vectors) if digest]
     vectors = (*needed_by_edits, *dict.fromkeys(directions))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program.part import MAX_BREAKS, NO_TOKEN, CompiledPart
+from vllm_steer.program.compiled_part import MAX_BREAKS, NO_TOKEN, CompiledPart
 from vllm_steer.program.program import Program
 from vllm_steer.program.records import (
     OF_PROMPT,
@@ -21,7 +21,7 @@ from vllm_steer.program.records import (
     RequestRecords,
 )
 from vllm_steer.request.condition import condition_source
-from vllm_steer.request.selector import OPEN_END, Interval
+from vllm_steer.request.selector import OPEN_END, Interval, merge_intervals
 
 
 def read_intervals(program: Program, readout: int, prompt_len: int) -> tuple[Interval, ...]:
@@ -49,7 +49,7 @@ def read_intervals(program: Program, readout: int, prompt_len: int) -> tuple[Int
                 intervals.append((prompt_len - 1, OPEN_END))
     if any(stop.readout == readout for stop in program.stops):
         intervals.append((prompt_len, OPEN_END))
-    return _merged(intervals)
+    return merge_intervals(intervals)
 
 
 def resolve_records(program: Program, prompt_len: int) -> RequestRecords:
@@ -195,13 +195,3 @@ def _prompt_interval(condition: CompiledCondition, prompt_len: int, field: str) 
             f'selects {found}, but the window "prompt" reads one range within the prompt of {prompt_len} tokens',
         )
     return intervals[0]
-
-
-def _merged(intervals: list[Interval]) -> tuple[Interval, ...]:
-    merged: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)

@@ -19,7 +19,7 @@ from vllm_steer.limits import MAX_EDITS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import Program, compile_program
 from vllm_steer.request import Edit, Vector
-from vllm_steer.request.fields import collect_edits, read_edits, read_vectors
+from vllm_steer.request.edit_fields import collect_edits, read_edits, read_vectors
 from vllm_steer.request.probe import Probe
 from vllm_steer.request.references import read_name
 from vllm_steer.request.scalars import shown, shown_name

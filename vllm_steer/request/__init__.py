@@ -4,11 +4,11 @@
 from vllm_steer.request.capture import CaptureSpec, parse_capture
 from vllm_steer.request.condition import Bound, Condition, Stop, parse_stops
 from vllm_steer.request.edit import KINDS, Edit, EditKind, KindName
-from vllm_steer.request.fields import FIELD_NAMES, parse_fields
+from vllm_steer.request.edit_fields import FIELD_NAMES, parse_fields
 from vllm_steer.request.projection import NamedProjection, Projection, projection_digest
 from vllm_steer.request.readout import Readout, parse_readouts
 from vllm_steer.request.references import Reference, parse_references
-from vllm_steer.request.request_fields import RequestForm
+from vllm_steer.request.request_form import RequestForm
 from vllm_steer.request.selector import OPEN_END, Selector
 from vllm_steer.request.vector import Vector, bytes_of, content_digest, pack_vector, parse_vector
 

@@ -6,35 +6,37 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONSUMERS, MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.request.arguments import suggest_arguments
-from vllm_steer.request.capture_form import (
-    ARGUMENT_ALIASES,
-    DTYPE_ALIASES,
-    DTYPES,
-    REDUCTIONS,
-    SPEC_KEYS,
-    DtypeName,
-    ReduceName,
-)
 from vllm_steer.request.consumer_options import NO_OPTIONS, read_options
-from vllm_steer.request.part import PARTS, PROMPT_PARTS, PromptPartName, SpanForm
-from vllm_steer.request.projection import DirectionsInput, NamedProjection, Projection
-from vllm_steer.request.scalars import read_choice, shown
+from vllm_steer.request.field_types import any_of, form_of
+from vllm_steer.request.message_parts import PARTS, PROMPT_PARTS, GeneratedForm, PromptPartName, SpanForm
+from vllm_steer.request.projection import DirectionsForm, DirectionsInput, NamedProjection, ProbesForm, Projection
+from vllm_steer.request.scalars import read_choice, read_flag, shown
 from vllm_steer.request.selector import (
     POSITION_ALIASES,
     POSITIONS,
+    PositionListForm,
     PositionsName,
     Selector,
     TokensInput,
     selector_form_error,
 )
-from vllm_steer.request.sites import Layers, LayersInput, read_layers, read_point, read_site
+from vllm_steer.request.sites import NAMES_LISTED, Layers, LayersForm, LayersInput, read_layers, read_point, read_site
+from vllm_steer.request.vector import to_builtins
 
+DtypeName = Literal["float32", "float16", "bfloat16"]
+ReduceName = Literal["mean", "last"]
+DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
+REDUCTIONS: tuple[ReduceName, ...] = get_args(ReduceName)
 Hooks: TypeAlias = tuple[tuple[PointName, Layers], ...]
 HooksInput: TypeAlias = "Mapping[PointName, LayersInput] | Mapping[str, LayersInput] | Sequence[str]"
 PositionsInput: TypeAlias = PositionsName | TokensInput
@@ -43,6 +45,19 @@ ReduceInput: TypeAlias = (
     ReduceName | Projection | NamedProjection | Mapping[Literal["directions", "probes"], DirectionsInput] | None
 )
 
+DTYPE_ALIASES: Mapping[str, DtypeName] = MappingProxyType(
+    {f"torch.{name}": name for name in DTYPES}
+    | dict.fromkeys(("fp32", "float", "single"), "float32")
+    | dict.fromkeys(("fp16", "half"), "float16")
+    | {"bf16": "bfloat16"}
+)
+"""Dtypes by other names, for error messages."""
+ARGUMENT_ALIASES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("hook", "layer", "layers", "point", "points", "sites"), "hooks")
+    | dict.fromkeys(("position", "tokens", "token_positions"), "positions")
+    | {"reduction": "reduce", "pooling": "reduce"}
+)
+"""Fields of a capture spec by names that other interfaces use, for error messages."""
 _NAMES: tuple[PositionsName | PromptPartName, ...] = (*POSITIONS, *PROMPT_PARTS)
 """Names of `positions`."""
 _CONSUMER_NAME = re.compile("[a-z][a-z0-9_-]{0,63}")
@@ -52,9 +67,9 @@ _EXAMPLE = '{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class CaptureSpec:
-    """Rows of the residual stream that one consumer receives, validated on construction and immutable.
+    """Rows that one consumer receives. In JSON, all other keys are options of the consumer.
 
-    All arguments are keyword-only. Equality and hash are by content. `CaptureForm` declares the JSON form.
+    A spec is validated on construction and immutable. All arguments are keyword-only. Equality and hash are by content.
 
     Examples:
         >>> from vllm_steer import CaptureSpec
@@ -62,15 +77,36 @@ class CaptureSpec:
         (('post_block', (0, 1)),)
     """
 
-    hooks: Hooks
+    # The attributes declare the JSON form: types and descriptions. Defaults are those of the constructor.
+    hooks: Annotated[
+        Hooks,
+        any_of(dict[str, LayersForm], list[str]),
+        msgspec.Meta(
+            description=f"Layers by hook point ({', '.join(POINT_NAMES)}), or a list of names of sites in other "
+            f"libraries, such as `blocks.3.hook_resid_post`; {NAMES_LISTED}.",
+        ),
+    ]
     """Points in order of computation, each with ascending layer numbers or ``"all"``."""
-    tokens: Selector
-    """The tokens to capture (argument ``positions``)."""
-    before: bool
-    """Whether rows are captured before the edits of their point apply."""
-    dtype: DtypeName | None
-    """Type that rows are converted to; None for the model's own."""
-    reduce: Reduce
+    positions: Annotated[
+        Selector,
+        any_of(PositionsName | PromptPartName | PositionListForm | GeneratedForm),
+        msgspec.Meta(
+            description="Tokens to capture: a name, the messages of a role, images, a list of positions, or positions "
+            "that count from the first generated token."
+        ),
+    ]
+    before: Annotated[bool, msgspec.Meta(description="Capture before the edits of the same point apply.")]
+    dtype: Annotated[
+        DtypeName | None, msgspec.Meta(description="Type that rows are converted to; null for the model's own.")
+    ]
+    reduce: Annotated[
+        Reduce,
+        any_of(ReduceName | None, DirectionsForm, ProbesForm),
+        msgspec.Meta(
+            description="`mean` or `last` of the rows of a site, or projections of each row on directions: "
+            "`{directions: [[...]]}` or, for probes of registered modules, `{probes: [module/probe]}`."
+        ),
+    ]
     """None: n rows ``[n, H]``. ``"mean"``, ``"last"``: ``[1, H]``. A projection on k directions: ``[n, k]``."""
     _options: str
     # Options as canonical JSON: immutable, comparable and hashable.
@@ -108,8 +144,8 @@ class CaptureSpec:
         """
         checked = {
             "hooks": _read_hooks(hooks),
-            "tokens": _read_positions(positions),
-            "before": _read_flag(before, "before"),
+            "positions": _read_positions(positions),
+            "before": read_flag(before, "before"),
             "dtype": None if dtype is None else read_choice(dtype, DTYPES, "dtype", aliases=DTYPE_ALIASES),
             "reduce": _read_reduce(reduce),
             "_options": read_options(options),
@@ -118,9 +154,9 @@ class CaptureSpec:
             object.__setattr__(self, name, value)
 
     @property
-    def positions(self) -> Selector:
-        """The tokens to capture; equal to `tokens`."""
-        return self.tokens
+    def tokens(self) -> Selector:
+        """The tokens to capture; equal to `positions`."""
+        return self.positions
 
     @property
     def options(self) -> dict[str, Any]:
@@ -130,63 +166,52 @@ class CaptureSpec:
 
     def with_changes(self, **changes: Any) -> "CaptureSpec":
         """Return the spec with other values of some arguments."""
-        fields = {"positions": self.tokens, "before": self.before, "dtype": self.dtype, "reduce": self.reduce}
-        return CaptureSpec(**{"hooks": dict(self.hooks), "options": self.options, **fields, **changes})
+        return CaptureSpec(**{**self._arguments(), **changes})
+
+    def _arguments(self) -> dict[str, Any]:
+        values = dict(zip(SPEC_KEYS, _VALUES(self), strict=False))
+        return {**values, "hooks": dict(self.hooks), "options": self.options}
 
     def to_wire(self) -> dict[str, object]:
         """Return the spec as builtins for msgpack; `from_wire` is the inverse."""
-        return {
-            "hooks": [[point, layers if layers == "all" else list(layers)] for point, layers in self.hooks],
-            "tokens": self.tokens.to_wire(),
-            "before": self.before,
-            "dtype": self.dtype,
-            "reduce": self.reduce.to_wire() if isinstance(self.reduce, (Projection, NamedProjection)) else self.reduce,
-            "options": self._options,
-        }
+        return {name: to_builtins(value) for name, value in zip(_WIRE_KEYS, _VALUES(self), strict=True)}
 
     @classmethod
     def from_wire(cls, obj: object) -> "CaptureSpec":
         """Decode the result of `to_wire`; raise SteeringError on anything else."""
-        if not isinstance(obj, Mapping) or set(obj) != {"hooks", "tokens", "before", "dtype", "reduce", "options"}:
+        if not isinstance(obj, Mapping) or set(obj) != set(_WIRE_KEYS):
             raise SteeringError("capture", "is not an encoded capture spec")
         try:
             hooks, options, reduce = dict(obj["hooks"]), json.loads(obj["options"]), obj["reduce"]
         except (TypeError, ValueError) as error:
             raise SteeringError("capture", f"is not an encoded capture spec: {shown(str(error))}") from None
-        return cls(
-            hooks=hooks,
-            positions=Selector.from_wire(obj["tokens"]),
-            before=obj["before"],
-            dtype=obj["dtype"],
-            reduce=Projection.from_wire(reduce) if isinstance(reduce, Mapping) and "probes" not in reduce else reduce,
-            options=options,
-        )
-
-    def _content(self) -> tuple[object, ...]:
-        return self.hooks, self.tokens, self.before, self.dtype, self.reduce, self._options
+        if isinstance(reduce, Mapping) and "probes" not in reduce:
+            reduce = Projection.from_wire(reduce)
+        positions = Selector.from_wire(obj["positions"])
+        return cls(**{**obj, "hooks": hooks, "positions": positions, "reduce": reduce, "options": options})
 
     def __eq__(self, other: object) -> bool:
-        return self._content() == other._content() if isinstance(other, CaptureSpec) else NotImplemented
+        return bool(_VALUES(self) == _VALUES(other)) if isinstance(other, CaptureSpec) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._content())
+        return hash(_VALUES(self))
 
     def __repr__(self) -> str:
-        shown_values = {
-            "hooks": dict(self.hooks),
-            "positions": self.tokens.to_wire(),
-            "before": self.before,
-            "dtype": self.dtype,
-            "reduce": self.reduce,
-            "options": self.options,
-        }
-        return f"CaptureSpec({', '.join(f'{name}={value!r}' for name, value in shown_values.items() if value)})"
+        values = self._arguments() | {"positions": self.tokens.to_wire()}
+        return f"CaptureSpec({', '.join(f'{name}={value!r}' for name, value in values.items() if value)})"
 
     def __deepcopy__(self, memo: object) -> "CaptureSpec":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(CaptureSpec.from_wire, self.to_wire()), ()
+        return partial(CaptureSpec, **self._arguments()), ()
+
+
+CaptureForm: Any = form_of(CaptureSpec, "options", closed=False)
+"""JSON form of a capture spec."""
+SPEC_KEYS: tuple[str, ...] = CaptureForm.__struct_fields__
+_WIRE_KEYS = (*SPEC_KEYS, "options")
+_VALUES = attrgetter(*SPEC_KEYS, "_options")
 
 
 def parse_capture(value: object, field: str = "capture") -> tuple[tuple[str, CaptureSpec], ...]:
@@ -320,12 +345,6 @@ def _part_error(value: object) -> SteeringError:
         f"{shown(value)} is a part of the output, which captures do not support because rows are reserved by "
         "position; use all_prompt or all_generated, and select rows by the positions of the result",
     )
-
-
-def _read_flag(value: object, field: str) -> bool:
-    if not isinstance(value, bool):
-        raise SteeringError(field, f"must be true or false, not {shown(value)} ({type(value).__name__})")
-    return value
 
 
 def _read_reduce(value: object) -> Reduce:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_WIDTH
-from vllm_steer.request.declared import any_of
+from vllm_steer.request.field_types import any_of
 from vllm_steer.request.scalars import shown
 from vllm_steer.request.selector import OPEN_END, Interval, Selector
 from vllm_steer.request.vector import PackedVector
@@ -34,22 +34,19 @@ class ModuleRowsForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     module: Annotated[str, msgspec.Meta(description="`module/probe`, the name of a module and of a probe in it.")]
 
 
-RowsForm = Annotated[
-    Any,
-    any_of(
+VECTOR_FIELD = msgspec.Meta(
+    description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
+    "each of the n positions in `tokens` in ascending order, and, over HTTP, the id of a stored capture instead. "
+    "Over HTTP, every kind but `feature` takes the name of a module's probe instead of a vector.",
+    extra_json_schema=any_of(
         Annotated[list[float | list[float]], msgspec.Meta(min_length=1, max_length=MAX_WIDTH)],
         PackedVector,
         StoredRowsForm,
         ModuleRowsForm,
         None,
-    ),
-    msgspec.Meta(
-        description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
-        "each of the n positions in `tokens` in ascending order, and, over HTTP, the id of a stored capture instead. "
-        "Over HTTP, every kind but `feature` takes the name of a module's probe instead of a vector."
-    ),
-]
-"""JSON form of the vector of an edit."""
+    ).extra_json_schema,
+)
+"""Description and JSON form of the vector of an edit."""
 
 _NAMING_KEYS = (StoredRowsForm.__struct_fields__[0], ModuleRowsForm.__struct_fields__[0])
 

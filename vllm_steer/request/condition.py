@@ -10,8 +10,8 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_STOP_TOKENS, MAX_STOPS
-from vllm_steer.request.declared import Declared, Number, any_of, read
-from vllm_steer.request.part import PartName, PromptPartName, SpanForm
+from vllm_steer.request.field_types import Declared, Number, any_of, read
+from vllm_steer.request.message_parts import PartName, PromptPartName, SpanForm
 from vllm_steer.request.references import read_name
 from vllm_steer.request.scalars import FLOAT32_TINY, read_choice, shown
 from vllm_steer.request.selector import PositionListForm, Selector, SelectorName

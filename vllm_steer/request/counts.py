@@ -9,7 +9,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS, MAX_LISTED, MAX_TOTAL_CONDITIONS
-from vllm_steer.request.fields import GENERAL_FIELD, SHORT_FIELDS
+from vllm_steer.request.edit_fields import GENERAL_FIELD, SHORT_FIELDS
 
 _LISTS = ("tokens", "positions", "layers")
 """Keys of edits, readouts, conditions and captures that may have long lists."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits of the residual stream."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import numpy as np
@@ -14,10 +15,9 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS_FLAG, PointName
 from vllm_steer.request.arguments import suggest_arguments
-from vllm_steer.request.capture_source import CapturedRows, RowsForm, is_captured, refuse_names, rows_of
+from vllm_steer.request.capture_source import VECTOR_FIELD, CapturedRows, is_captured, refuse_names, rows_of
 from vllm_steer.request.condition import Condition, WhenInput, read_when
-from vllm_steer.request.feature import PARAMETERS as FEATURE_PARAMETERS
-from vllm_steer.request.feature import FeatureEdit, no_vector, read_feature_edit
+from vllm_steer.request.field_types import Number, any_of, extra, form_of, reader
 from vllm_steer.request.matrix import (
     Matrix,
     MatrixForm,
@@ -27,11 +27,11 @@ from vllm_steer.request.matrix import (
     parse_matrix,
     parse_subspace,
 )
-from vllm_steer.request.references import read_name
-from vllm_steer.request.scalars import is_integer, read_choice, read_number, shown
+from vllm_steer.request.references import Name
+from vllm_steer.request.scalars import is_integer, read_choice, shown
 from vllm_steer.request.selector import OPEN_END, Selector, TokensForm, TokensInput, plain_positions
 from vllm_steer.request.sites import NAMES_LISTED, Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
-from vllm_steer.request.vector import Vector, VectorInput, pack_array, parse_vector
+from vllm_steer.request.vector import Vector, VectorInput, parse_vector, to_builtins
 
 KindName = Literal["add", "add_normed", "ablate", "clamp", "replace", "feature"]
 
@@ -64,123 +64,88 @@ ARGUMENT_ALIASES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class EditKind:
-    """Definition of one kind of edit."""
+    """Definition of one kind of edit. Checks, wire form, JSON Schema, reference and instruction derive from it.
+
+    What it computes on the device is defined in :mod:`vllm_steer.taps.reference`.
+    """
 
     name: KindName
+    code: int
+    """Number of its instruction on the device, which never changes its meaning: programs travel between processes.
+    :mod:`vllm_steer.program.instructions` has the numbers of other instructions."""
     params: tuple[str, ...]
-    """The parameters of `Edit` that it uses besides kind, point, layers and tokens."""
-    needs_direction: bool
-    """Whether it uses the direction of the vector, which must not be zero then."""
+    """The parameters of `Edit` that it uses besides kind, point, layers, tokens, when and live."""
     formula: str
     """New value of a row x of the stream. v is the vector, u = v / ||v||, s the strength."""
+    vectors: tuple[str, ...] = ("vector",)
+    """The parameters that are vectors, all of which must be given."""
+    required: tuple[str, ...] = ()
+    """The other parameters that must be given."""
+    either: tuple[str, ...] = ()
+    """Parameters of which exactly one must be given."""
+    needs_direction: bool = False
+    """Whether it uses the direction of the vector, which must not be zero then."""
     takes_matrix: bool = False
     """Whether the vector may be a matrix with one row for each position."""
+    finds_site: bool = False
+    """Whether point and layers may be left out, because an autoencoder has them."""
+    check: Callable[[Mapping[str, Any]], None] | None = None
+    """Raises SteeringError if the parameters, by name, contradict each other."""
+
+
+def _check_bounds(given: Mapping[str, Any]) -> None:
+    low, high = given["low"], given["high"]
+    if low is None and high is None:
+        raise SteeringError("low", "clamp needs low, high or both")
+    if low is not None and high is not None and low > high:
+        raise SteeringError("low", f"{low} is above high, {high}; swap them")
 
 
 KINDS: Mapping[KindName, EditKind] = MappingProxyType(
     {
         kind.name: kind
         for kind in (
-            EditKind("add", ("vector", "strength"), False, "x + s v"),
-            EditKind("add_normed", ("vector", "strength"), True, "x + s ||x|| u"),
-            EditKind("ablate", ("vector", "strength"), True, "x - s (x.u) u"),
+            EditKind("add", 1, ("vector", "strength"), "x + s v"),
+            EditKind("add_normed", 2, ("vector", "strength"), "x + s ||x|| u", needs_direction=True),
+            EditKind("ablate", 3, ("vector", "strength"), "x - s (x.u) u", needs_direction=True),
             EditKind(
                 "clamp",
+                4,
                 ("vector", "strength", "low", "high"),
-                True,
                 "x + s (clip(x.u, low, high) - x.u) u",
+                needs_direction=True,
+                check=_check_bounds,
             ),
             EditKind(
                 "replace",
+                8,
                 ("vector", "strength", "subspace"),
-                False,
                 "x + s (v - x), or x + s P(v - x); P is the projection on the span of the subspace",
                 takes_matrix=True,
             ),
             EditKind(
                 "feature",
-                ("strength", *FEATURE_PARAMETERS),
-                False,
+                11,
+                ("strength", "sae", "feature", "set", "add"),
                 "x + s (set - a) d, or x + s add d; a is the activation of a feature, d its decoder direction",
+                vectors=(),
+                required=("sae", "feature"),
+                finds_site=True,
+                either=("set", "add"),
             ),
         )
     }
 )
-
-
-class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One edit of the residual stream."""
-
-    kind: Annotated[
-        KindName,
-        msgspec.Meta(
-            description="New value of a row x; v is the vector, u its direction and s the strength: "
-            + "; ".join(f"`{kind.name}`: {kind.formula}" for kind in KINDS.values())
-            + "."
-        ),
-    ]
-    point: Annotated[
-        PointForm | None,
-        msgspec.Meta(
-            description="Required, except for a `feature` whose autoencoder names its site. "
-            f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}. Names of other libraries are "
-            f"accepted, such as `hook_resid_post`; {NAMES_LISTED}."
-        ),
-    ] = None
-    vector: RowsForm = None
-    layers: Annotated[
-        LayersForm | None,
-        msgspec.Meta(
-            description='One layer, a list of layers, or "all". Omit it if the name of the point, or the autoencoder '
-            "of a `feature`, has a layer."
-        ),
-    ] = None
-    strength: Annotated[float, msgspec.Meta(description="Multiplies the edit.")] = 1.0
-    tokens: Annotated[
-        TokensForm | None,
-        msgspec.Meta(
-            description="Tokens to edit: a name, a part of the output or a list of positions. Default `all`; "
-            "`generated` if `when` has a window other than `token`."
-        ),
-    ] = None
-    low: Annotated[
-        float | None, msgspec.Meta(description="`clamp` only: lowest projection on the direction; null for no bound.")
-    ] = None
-    high: Annotated[
-        float | None, msgspec.Meta(description="`clamp` only: highest projection on the direction; null for no bound.")
-    ] = None
-    subspace: Annotated[
-        MatrixForm | None,
-        msgspec.Meta(description="`replace` only: directions; only the component in their span is replaced."),
-    ] = None
-    sae: Annotated[
-        str | None, msgspec.Meta(description="`feature` only: name of a sparse autoencoder of the server.")
-    ] = None
-    feature: Annotated[
-        Annotated[int, msgspec.Meta(ge=0, lt=MAX_SAE_FEATURES)] | None,
-        msgspec.Meta(description="`feature` only: number of the feature."),
-    ] = None
-    set: Annotated[
-        float | None, msgspec.Meta(description="`feature` only: new activation; not for TopK autoencoders.")
-    ] = None
-    add: Annotated[float | None, msgspec.Meta(description="`feature` only: added to the activation.")] = None
-    when: Annotated[
-        Annotated[list[Condition], msgspec.Meta(min_length=1, max_length=MAX_CONDITIONS)] | Condition | None,
-        msgspec.Meta(description="Conditions on readouts, all of which must hold; null to edit always."),
-    ] = None
-    live: Annotated[
-        str | None,
-        msgspec.Meta(
-            description="Name of a factor of the strength, 1 at first, that can be changed during the request."
-        ),
-    ] = None
+_NO_VECTOR: Vector = np.frombuffer(b"", np.float32)
+"""The vector of an edit whose vectors come from an autoencoder."""
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Edit:
-    """An edit of the residual stream, validated on construction and immutable.
+    """An edit of the residual stream.
 
-    All arguments other than ``kind`` are keyword-only. Equality and hash are by content.
+    It is validated on construction and immutable. All arguments other than ``kind`` are keyword-only. Equality and hash
+    are by content.
 
     In requests, an edit is a JSON object with the arguments as keys.
 
@@ -191,32 +156,85 @@ class Edit:
         ((3, 4), (2,), 1.0)
     """
 
-    kind: KindName
+    # The attributes declare the JSON form: types, bounds and descriptions. Defaults are those of the constructor.
+    kind: Annotated[
+        KindName,
+        msgspec.Meta(
+            description="New value of a row x; v is the vector, u its direction and s the strength: "
+            + "; ".join(f"`{kind.name}`: {kind.formula}" for kind in KINDS.values())
+            + "."
+        ),
+    ]
     """The computation: a name in `KINDS`."""
-    point: PointName | None
+    point: Annotated[
+        PointName | None,
+        any_of(PointForm, None),
+        msgspec.Meta(
+            description="Required, except for a `feature` whose autoencoder names its site. "
+            f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}. Names of other libraries are "
+            f"accepted, such as `hook_resid_post`; {NAMES_LISTED}."
+        ),
+    ]
     """The hook point: a name in `vllm_steer.points.POINTS`. None for the site of a feature's autoencoder."""
-    layers: Layers
-    """Ascending layer numbers, or ``"all"``; empty for the site of a feature's autoencoder."""
-    vector: Vector
+    vector: Annotated[Vector, VECTOR_FIELD, msgspec.Meta(extra={"needs": "a vector, of the hidden size"})]
     """float32 ``[H]``, finite, read-only; not zero if the kind needs a direction. ``replace`` may have a matrix
-    ``[n, H]`` instead, with one row for each of the n positions in ``tokens``, ascending."""
-    strength: float
-    """Multiplies the edit."""
-    tokens: Selector
-    """The tokens to edit."""
-    low: float | None
-    """``clamp`` only: lowest projection on the vector's direction; None for no bound."""
-    high: float | None
-    """``clamp`` only: highest projection on the vector's direction; None for no bound."""
-    subspace: Matrix | None
-    """``replace`` only: float32 ``[k, H]``, linearly independent directions in whose span rows are replaced; None for
-    the whole row."""
-    feature: FeatureEdit | None
-    """``feature`` only: the feature and its change. The vector is then empty."""
-    when: tuple[Condition, ...]
-    """Conditions that scale the edit, all of which must hold; empty to edit always."""
-    live: str | None
-    """Name of a factor of the strength that can be changed during the request."""
+    ``[n, H]`` instead, with one row for each of the n positions in ``tokens``, ascending. Empty for ``feature``."""
+    layers: Annotated[
+        Layers,
+        any_of(LayersForm, None),
+        msgspec.Meta(
+            description='One layer, a list of layers, or "all". Omit it if the name of the point, or the autoencoder '
+            "of a `feature`, has a layer."
+        ),
+    ]
+    """Ascending layer numbers, or ``"all"``; empty for the site of a feature's autoencoder."""
+    strength: Annotated[Number, msgspec.Meta(description="Multiplies the edit.")]
+    tokens: Annotated[
+        Selector,
+        any_of(TokensForm | None),
+        msgspec.Meta(
+            description="Tokens to edit: a name, a part of the output or a list of positions. Default `all`; "
+            "`generated` if `when` has a window other than `token`."
+        ),
+    ]
+    low: Annotated[
+        Number | None, msgspec.Meta(description="`clamp` only: lowest projection on the direction; null for no bound.")
+    ]
+    high: Annotated[
+        Number | None, msgspec.Meta(description="`clamp` only: highest projection on the direction; null for no bound.")
+    ]
+    subspace: Annotated[
+        Matrix | None,
+        any_of(MatrixForm, None),
+        msgspec.Meta(description="`replace` only: directions; only the component in their span is replaced."),
+    ]
+    """Float32 ``[k, H]``, linearly independent; None for the whole row."""
+    sae: Annotated[
+        Name | None,
+        msgspec.Meta(
+            description="`feature` only: name of a sparse autoencoder of the server.",
+            extra={"needs": "the name of an autoencoder of the engine (--steering-sae NAME=FOLDER)"},
+        ),
+    ]
+    feature: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=MAX_SAE_FEATURES - 1, extra={"what": "the number of a feature, "})] | None,
+        msgspec.Meta(description="`feature` only: number of the feature.", extra={"needs": "the number of a feature"}),
+    ]
+    set: Annotated[
+        Number | None, msgspec.Meta(description="`feature` only: new activation; not for TopK autoencoders.")
+    ]
+    add: Annotated[Number | None, msgspec.Meta(description="`feature` only: added to the activation.")]
+    when: Annotated[
+        tuple[Condition, ...],
+        any_of(Annotated[list[Condition], msgspec.Meta(min_length=1, max_length=MAX_CONDITIONS)], Condition, None),
+        msgspec.Meta(description="Conditions on readouts, all of which must hold; null to edit always."),
+    ]
+    live: Annotated[
+        Name | None,
+        msgspec.Meta(
+            description="Name of a factor of the strength, 1 at first, that can be changed during the request."
+        ),
+    ]
 
     @suggest_arguments(ARGUMENT_ALIASES)
     def __init__(
@@ -276,46 +294,36 @@ class Edit:
         definition = KINDS[read_choice(kind, KINDS, "kind", aliases=KIND_ALIASES)]
         conditions = read_when(when)
         place, named_layer = (None, None) if point is None else read_site(point, "point")
-        if place is None and definition.name != "feature":
+        if place is None and not definition.finds_site:
             raise SteeringError("point", f"is missing; use one of {', '.join(POINT_NAMES)}")
-        given = {"sae": sae, "feature": feature, "set": set, "add": add}
-        chosen: FeatureEdit | None = None
-        if definition.name == "feature":
-            chosen = read_feature_edit(sae, feature, set, add)
-            for name, unused in (("vector", vector), ("subspace", subspace)):
-                if unused is not None:
-                    raise SteeringError(name, "is not a parameter of feature; its vectors are those of sae; omit it")
-            rows = no_vector()
-        else:
-            for name in (name for name, value in given.items() if value is not None):
-                _check_parameter(name, definition)
-            if vector is None:
-                raise SteeringError("vector", f"is missing; {definition.name} needs a vector, of the hidden size")
-            refuse_names(vector, takes_matrix=definition.takes_matrix)
-            if is_captured(vector):
-                if not definition.takes_matrix:
-                    raise SteeringError("vector", f"is a capture, which {definition.name} does not take; use replace")
-                captured_layers = read_layers_of(named_layer, layers, place)
-                vector, tokens = rows_of(vector, str(place), captured_layers, tokens)
-            rows = _read_rows(vector, definition)
+        given: dict[str, Any] = {"low": low, "high": high, "sae": sae, "feature": feature, "set": set, "add": add}
+        given |= {"vector": None if vector is _NO_VECTOR else vector, "subspace": subspace}
+        if definition.either and sum(given[name] is not None for name in definition.either) != 1:
+            names = " or ".join(definition.either)
+            raise SteeringError(definition.either[0], f"give either {names}, and only one of them")
+        for name in definition.vectors + definition.required:
+            if given[name] is None:
+                raise SteeringError(name, f"is missing; {definition.name} needs {extra(_TYPES[name])['needs']}")
+        for name, value in given.items():
+            if value is not None and name not in definition.params:
+                takers = ", ".join(other.name for other in KINDS.values() if name in other.params)
+                raise SteeringError(name, f"is not a parameter of {definition.name}, only of {takers}; omit it")
+            if value is not None and name in _READERS:
+                given[name] = _READERS[name](value, name)
+        if definition.check is not None:
+            definition.check(given)
+        omitted = definition.finds_site and named_layer is None and layers is None
+        places = () if omitted else read_layers_of(named_layer, layers, place)
+        if "vector" in definition.params:
+            given["vector"], tokens = _read_rows(given["vector"], definition, str(place), places, tokens)
+        if subspace is not None:
+            given["subspace"] = parse_subspace(subspace, int(given["vector"].shape[-1]))
         if tokens is None:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
-        checked = {
-            "kind": definition.name,
-            "point": place,
-            "layers": ()
-            if chosen is not None and layers is None and named_layer is None
-            else read_layers_of(named_layer, layers, place),
-            "vector": rows,
-            "strength": read_number(strength, "strength"),
-            "tokens": Selector.parse(tokens),
-            **_read_bounds(low, high, definition),
-            "subspace": _read_subspace(subspace, rows, definition),
-            "feature": chosen,
-            "when": conditions,
-            "live": None if live is None else read_name(live, "live"),
-        }
-        for name, value in checked.items():
+        given |= {"kind": definition.name, "point": place, "layers": places, "tokens": Selector.parse(tokens)}
+        given |= {"vector": _NO_VECTOR if given["vector"] is None else given["vector"], "when": conditions}
+        given |= {name: _READERS[name](value, name) for name, value in (("strength", strength), ("live", live))}
+        for name, value in given.items():
             object.__setattr__(self, name, value)
         if self.num_rows is not None:
             _check_order(tokens)
@@ -323,7 +331,7 @@ class Edit:
 
     @property
     def width(self) -> int:
-        """Number of components of the vector, or of each row of the matrix."""
+        """Number of components of the vector, or of each row of the matrix; 0 without a vector."""
         return int(self.vector.shape[-1])
 
     @property
@@ -333,26 +341,15 @@ class Edit:
 
     def to_wire(self) -> dict[str, object]:
         """Return the JSON form with the vector and the subspace packed."""
-        wire = self._values() | {
-            "layers": self.layers if self.layers == "all" else list(self.layers) or None,
-            "vector": pack_array(self.vector) if self.feature is None else None,
-            "subspace": None if self.subspace is None else pack_array(self.subspace),
-            "tokens": self.tokens.to_wire(),
-            "when": [condition.to_wire() for condition in self.when] or None,
-            **self._feature_arguments(),
-        }
-        return {name: value for name, value in wire.items() if value is not None}
+        return {name: to_builtins(value) for name, value in self._arguments().items()}
 
-    def _values(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def _feature_arguments(self) -> dict[str, object]:
-        return {name: getattr(self.feature, name, None) for name in FEATURE_PARAMETERS}
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments that make an equal edit, without those that are absent."""
+        values = zip(ARGUMENTS, _VALUES(self), strict=True)
+        return {name: value for name, value in values if id(value) not in _ABSENT}
 
     def _content(self) -> tuple[object, ...]:
-        subspace = None if self.subspace is None else (self.subspace.shape, self.subspace.tobytes())
-        arrays = {"vector": (self.vector.shape, self.vector.tobytes()), "subspace": subspace}
-        return tuple((self._values() | arrays).values())
+        return tuple((v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for v in _VALUES(self))
 
     def __eq__(self, other: object) -> bool:
         return self._content() == other._content() if isinstance(other, Edit) else NotImplemented
@@ -361,42 +358,46 @@ class Edit:
         return hash(self._content())
 
     def __repr__(self) -> str:
-        norm = float(np.linalg.norm(self.vector.astype(np.float64)))
-        summary = {"vector": f"<float32{list(self.vector.shape)}, norm {norm:.4g}>"} if self.feature is None else {}
-        if self.subspace is not None:
-            summary["subspace"] = f"<float32{list(self.subspace.shape)}>"
-        values = {
-            name: repr(value)
-            for name, value in (self._values() | ({} if self.feature is None else {"vector": None})).items()
-            if value is not None and not (isinstance(value, tuple) and not value)
-        }
-        return f"Edit({', '.join(f'{k}={v}' for k, v in (values | summary).items())})"
+        return f"Edit({', '.join(f'{name}={_summary(value)}' for name, value in self._arguments().items())})"
 
     def __deepcopy__(self, memo: object) -> "Edit":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor, because an unpickled array would be writeable.
-        values = self._values() | self._feature_arguments() | {"layers": self.layers or None}
-        return partial(Edit, **(values if self.feature is None else values | {"vector": None})), ()
+        return partial(Edit, **self._arguments()), ()
 
 
-def _read_rows(value: object, kind: EditKind) -> Vector:
+_TYPES = get_type_hints(Edit, include_extras=True)
+EditForm: Any = form_of(Edit)
+"""JSON form of an edit."""
+ARGUMENTS: tuple[str, ...] = EditForm.__struct_fields__
+_VALUES = attrgetter(*ARGUMENTS)
+_ABSENT = frozenset(map(id, (None, (), _NO_VECTOR)))
+_READERS = {name: reader(_TYPES[name]) for name in ("strength", "low", "high", "sae", "feature", "set", "add", "live")}
+
+
+def _summary(value: object) -> str:
+    if not isinstance(value, np.ndarray):
+        return repr(value)
+    return f"<float32{list(value.shape)}, norm {float(np.linalg.norm(value.astype(np.float64))):.4g}>"
+
+
+def _read_rows(value: Any, kind: EditKind, point: str, layers: Layers, tokens: Any) -> tuple[Vector, Any]:
+    """Return the vector or matrix of an edit, and its tokens, which rows of a capture decide about."""
+    refuse_names(value, takes_matrix=kind.takes_matrix)
+    if is_captured(value):
+        if not kind.takes_matrix:
+            raise SteeringError("vector", f"is a capture, which {kind.name} does not take; use replace")
+        value, tokens = rows_of(value, point, layers, tokens)
     if kind.takes_matrix and is_matrix(value):
-        return parse_matrix(value)
+        return parse_matrix(value), tokens
     vector = parse_vector(value)
     if kind.needs_direction and not vector.any():
         raise SteeringError(
             "vector", f"is zero in float32; {kind.name} ({kind.formula}) needs a vector with a direction"
         )
-    return vector
-
-
-def _read_subspace(value: object, rows: Vector, kind: EditKind) -> Matrix | None:
-    if value is None:
-        return None
-    _check_parameter("subspace", kind)
-    return parse_subspace(value, int(rows.shape[-1]))
+    return vector, tokens
 
 
 def _check_order(tokens: object) -> None:
@@ -420,23 +421,3 @@ def _check_order(tokens: object) -> None:
                 f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; with a matrix, list positions in ascending order, "
                 "those from the end of the prompt last: row i belongs to the i-th position",
             )
-
-
-def _check_parameter(name: str, kind: EditKind) -> None:
-    if name not in kind.params:
-        takers = ", ".join(other.name for other in KINDS.values() if name in other.params)
-        raise SteeringError(name, f"is not a parameter of {kind.name}, only of {takers}; omit it")
-
-
-def _read_bounds(low: object, high: object, kind: EditKind) -> dict[str, float | None]:
-    given = {"low": low, "high": high}
-    bounds = {k: None if v is None else read_number(v, k) for k, v in given.items()}
-    for name, bound in bounds.items():
-        if bound is not None:
-            _check_parameter(name, kind)
-    if "low" in kind.params and "high" in kind.params:
-        if bounds["low"] is None and bounds["high"] is None:
-            raise SteeringError("low", f"{kind.name} needs low, high or both")
-        if bounds["low"] is not None and bounds["high"] is not None and bounds["low"] > bounds["high"]:
-            raise SteeringError("low", f"{bounds['low']} is above high, {bounds['high']}; swap them")
-    return bounds

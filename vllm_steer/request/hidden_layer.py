@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_PROBE_WIDTH
-from vllm_steer.request.declared import Declared, any_of
+from vllm_steer.request.field_types import Declared, any_of
 from vllm_steer.request.projection import Projection
 from vllm_steer.request.vector import PackedVector, Vector, VectorForm, parse_vector
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.request.declared import Declared, Number, any_of, read
+from vllm_steer.request.field_types import Declared, Number, any_of, read
 from vllm_steer.request.hidden_layer import HAS_HIDDEN_LAYER, ActivationName, HiddenLayer
 from vllm_steer.request.matrix import is_matrix
 from vllm_steer.request.scalars import shown
-from vllm_steer.request.sites import LayerForm, PointForm, read_layer, read_site
+from vllm_steer.request.sites import LayerForm, PointForm, read_layer_of, read_site
 from vllm_steer.request.vector import PACKED_KEYS, PackedVector, Vector, VectorForm, pack_array, parse_vector
 
 READING = ("bias", "sigmoid", "point", "layer")
@@ -75,9 +75,7 @@ class Probe(Declared, frozen=True, eq=False):
         else:
             checked["weights"] = parse_vector(self.weights, "weights")
         checked["point"], named = (None, None) if self.point is None else read_site(self.point, "point")
-        layer = checked["layer"] = named if self.layer is None else read_layer(self.layer, "layer")
-        if named not in (None, layer):
-            raise SteeringError("layer", f"is {layer}, but the point names layer {named}; omit one of them")
+        checked["layer"] = read_layer_of(named, self.layer)
         for name, value in checked.items():
             msgspec.structs.force_setattr(self, name, value)
 

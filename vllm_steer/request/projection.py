@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,14 +14,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_COMPONENTS, MAX_DIRECTIONS, MAX_ENGINE_DIRECTIONS
 from vllm_steer.request.matrix import MatrixInput, MatrixLimits, parse_matrix
 from vllm_steer.request.references import ProbeReference, parse_probe
-from vllm_steer.request.vector import (
-    PackedVector,
-    VectorForm,
-    content_digest,
-)
-
-if TYPE_CHECKING:
-    pass
+from vllm_steer.request.vector import PackedVector, VectorForm, content_digest
 
 DirectionsInput: TypeAlias = MatrixInput
 DIRECTIONS = MatrixLimits("directions", "k", MAX_DIRECTIONS, MAX_COMPONENTS)

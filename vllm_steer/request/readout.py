@@ -4,34 +4,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_READOUTS, MAX_TOP_K
-from vllm_steer.request.declared import Declared, Number, any_of, read
+from vllm_steer.request.field_types import Declared, Number, any_of, read
 from vllm_steer.request.hidden_layer import NO_COSINE, HiddenLayer, has_hidden_layer
-from vllm_steer.request.part import PartName, PromptPartName, SpanForm
+from vllm_steer.request.message_parts import PartName, PromptPartName, SpanForm
 from vllm_steer.request.probe import READING
 from vllm_steer.request.projection import NamedProjection, Projection
 from vllm_steer.request.references import parse_probe, read_name
 from vllm_steer.request.scalars import is_integer, shown
 from vllm_steer.request.selector import POSITIONS, PositionListForm, PositionsName, Selector
-from vllm_steer.request.sites import LayerForm, Layers, PointForm, read_layer, read_site
+from vllm_steer.request.sites import LayerForm, Layers, PointForm, read_layer, read_layer_of, read_site
 from vllm_steer.request.vector import PackedVector, VectorForm, parse_vector
 
 READOUTS_FIELD = "readouts"
-ReadoutKind = Literal["probe", "projections", "lens", "sae"]
-_KINDS: tuple[ReadoutKind, ...] = ("probe", "projections", "lens", "sae")
-_PARAMETERS: Mapping[str, ReadoutKind] = {
-    "bias": "probe",
-    "sigmoid": "probe",
-    "cosine": "probe",
-    "layers": "lens",
-    "top_k": "sae",
-}
-"""Keys that one kind alone has."""
+LENS, SAE_PREFIX = "lens", "sae:"
+"""Heads: functions of a row of the stream with many outputs, of which the largest are recorded."""
+
+
+@dataclass(frozen=True)
+class ReadoutKind:
+    """How a kind of readout is declared, computed, recorded and returned."""
+
+    name: Literal["probe", "projections", "lens", "sae"]
+    """The field of `Readout` that makes a readout one of this kind."""
+    columns: tuple[str, ...]
+    """Names of its numbers in JSON, beside ``positions``."""
+    parameters: tuple[str, ...] = ()
+    """Fields that no other kind has."""
+    head: str = ""
+    """Name of its head, or the beginning of the names; empty for products with vectors."""
+    has_layers: bool = False
+    """Whether its numbers have an axis for layers."""
+    is_scalar: bool = False
+    """Whether it has one number per token, which conditions and stops can look at."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the largest outputs of a head are recorded, each as its index and its value."""
+        return bool(self.head)
+
+
+KINDS: Mapping[str, ReadoutKind] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            ReadoutKind("probe", ("values",), ("bias", "sigmoid", "cosine"), is_scalar=True),
+            ReadoutKind("projections", ("values",)),
+            ReadoutKind("lens", ("token_ids", "logprobs"), ("layers",), LENS, has_layers=True),
+            ReadoutKind("sae", ("indices", "values"), ("top_k",), SAE_PREFIX),
+        )
+    }
+)
 _EXAMPLE = '{"refusal": {"probe": weights, "bias": 0.0, "point": "post_block", "layer": 14}}'
 
 
@@ -140,16 +170,17 @@ class Readout(Declared, frozen=True):
 
     def __post_init__(self) -> None:
         """Check the rules between the fields, and read vectors, site and positions."""
-        kinds = [each for each in _KINDS if getattr(self, each) is not None]
-        if len(kinds) != 1:
-            raise SteeringError("", f"give one of {', '.join(_KINDS[:-1])} and {_KINDS[-1]}, and only one of them")
-        for key, owner in _PARAMETERS.items():
-            if getattr(self, key) is not None and self.kind != owner:
-                inside_lens = self.kind == "lens" and key in Lens.__struct_fields__
+        if sum(getattr(self, each) is not None for each in KINDS) != 1:
+            *names, last = KINDS
+            raise SteeringError("", f"give one of {', '.join(names)} and {last}, and only one of them")
+        kind = self.kind
+        for owner, key in ((each, key) for each in KINDS.values() for key in each.parameters):
+            if getattr(self, key) is not None and kind is not owner:
+                inside_lens = self.lens is not None and key in Lens.__struct_fields__
                 hint = "give one layer" if key == "layers" else "give it inside lens" if inside_lens else "omit it"
-                raise SteeringError(key, f"is a parameter of {owner} only; {hint}")
+                raise SteeringError(key, f"is a parameter of {owner.name} only; {hint}")
         point, named = (None, None) if self.point is None else read_site(self.point, "point")
-        may_omit = self.kind == "sae" or isinstance(self.probe, str)
+        may_omit = self.sae is not None or isinstance(self.probe, str)
         if point is None and not may_omit:
             raise SteeringError("point", "is missing; a readout needs point and layer")
         without_layer = may_omit and self.layer is None and named is None and self.layers is None
@@ -161,22 +192,22 @@ class Readout(Declared, frozen=True):
             "layers": layers,
             "positions": Selector.parse(_position_name(self.positions), "positions"),
         }
-        if self.kind == "sae":
+        if self.sae is not None:
             read_name(self.sae, "sae")
             checked["top_k"] = 8 if self.top_k is None else self.top_k
         elif self.lens is not None:
             checked["top_k"] = self.lens.top_k
         else:
-            checked[self.kind] = _read_directions(getattr(self, self.kind), self.kind)
-            if self.cosine and isinstance(checked[self.kind], HiddenLayer):
+            checked[kind.name] = _read_directions(getattr(self, kind.name), kind.name)
+            if self.cosine and isinstance(checked[kind.name], HiddenLayer):
                 raise SteeringError("cosine", NO_COSINE)
         for name, value in checked.items():
             msgspec.structs.force_setattr(self, name, value)
 
     @property
     def kind(self) -> ReadoutKind:
-        """The one field of the four kinds that is given."""
-        return next(each for each in _KINDS if getattr(self, each) is not None)
+        """The kind whose field is given."""
+        return next(kind for name, kind in KINDS.items() if getattr(self, name) is not None)
 
     @property
     def omitted(self) -> tuple[str, ...]:
@@ -189,12 +220,9 @@ class Readout(Declared, frozen=True):
     def _read_layers(self, named: int | None) -> Layers:
         """Return the layers; ``named`` is the one in the name of the point."""
         if self.layers is None:
-            given = named if self.layer is None else self.layer
-            if given is None:
+            layer = read_layer_of(named, self.layer)
+            if layer is None:
                 raise SteeringError("layer", "is missing; give layer, or layers for a lens")
-            layer = read_layer(given, "layer")
-            if named not in (None, layer):
-                raise SteeringError("layer", f"is {layer}, but the point names layer {named}; omit one of them")
             return (layer,)
         if named is not None:
             raise SteeringError("layers", f"must be omitted; the point names layer {named}")

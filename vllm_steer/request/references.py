@@ -11,6 +11,7 @@ from vllm_steer.limits import MAX_REFERENCES
 from vllm_steer.request.scalars import read_number, shown
 
 MODULES_FIELD = "steering_modules"
+ANY_SITE_FLAG = "--steering-sae-any-site"
 GLOBAL_SOURCE = "global steering"
 """Path of the edits of global steering, in messages."""
 SERVER_WIDE_SOURCE = "capture_consumers"
@@ -64,6 +65,10 @@ def read_name(value: object, field: str) -> str:
     return str(value)
 
 
+Name = Annotated[str, msgspec.Meta(extra={"read": read_name})]
+"""A name in a declared field."""
+
+
 def parse_reference(value: object, field: str) -> Reference:
     """Parse ``"calm"``, ``"calm@sha256:..."``, ``"sha256:..."`` or a pair of such a reference and a scale.
 
@@ -72,12 +77,12 @@ def parse_reference(value: object, field: str) -> Reference:
     """
     if isinstance(value, Reference):
         value = (str(value), value.scale)
-    if isinstance(value, (list, tuple)):
-        if len(value) != 2:
-            raise SteeringError(field, f'must be a name or a pair such as ["calm", 1.5], not {shown(value)}')
+    if isinstance(value, (list, tuple)) and len(value) == 2:
         reference = _parse_unscaled(value[0], f"{field}[0]")
         return msgspec.structs.replace(reference, scale=read_number(value[1], f"{field}[1]"))
-    if isinstance(value, str) and (scaled := _SCALED_NAME.fullmatch(value)):
+    if not isinstance(value, str):
+        raise SteeringError(field, f'must be a name or a pair such as ["calm", 1.5], not {shown(value)}')
+    if scaled := _SCALED_NAME.fullmatch(value):
         raise SteeringError(
             field, f'{value!r} is not a valid name; a scale is the second item of a pair: ["{scaled[1]}", {scaled[2]}]'
         )

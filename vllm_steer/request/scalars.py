@@ -62,10 +62,10 @@ def read_number(value: Any, field: str) -> float:
     return number
 
 
-def read_integer(value: Any, low: int, high: int, field: str) -> int:
+def read_integer(value: Any, low: int, high: int, field: str, what: str = "") -> int:
     """Return a Python or numpy integer as an int; raise SteeringError if it is not ``low`` to ``high``."""
     if not is_integer(value) or not low <= value <= high:
-        raise SteeringError(field, f"must be {low} to {high}, not {shown(value)}")
+        raise SteeringError(field, f"must be {what}{low} to {high}, not {shown(value)}")
     return int(value)
 
 

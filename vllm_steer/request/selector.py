@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
-from vllm_steer.request.declared import read
-from vllm_steer.request.part import PARTS, PROMPT_PARTS, PartName, PromptPartName, Span, SpanForm, read_span
+from vllm_steer.request.field_types import read
+from vllm_steer.request.message_parts import PARTS, PROMPT_PARTS, PartName, PromptPartName, Span, SpanForm, read_span
 from vllm_steer.request.scalars import MASK_HINT, did_you_mean, is_integer, read_choice, refuse_repeated, shown
 
 Interval: TypeAlias = tuple[int, int]
@@ -146,7 +146,7 @@ class Selector:
             # Images and messages can be anywhere until their positions are filled in.
             name: Any = "generated" if self.spans else self._where
             return (NAMED[_UNBOUND.get(name, name)](prompt_len),)
-        return tuple(_merged(_resolved(interval, prompt_len, field) for interval in self._intervals))
+        return merge_intervals(_resolved(interval, prompt_len, field) for interval in self._intervals)
 
     def beyond(self, prompt_len: int, stop: int) -> tuple[int | list[int | None], ...]:
         """Return the selected positions and ``[start, stop]`` pairs from position ``stop`` on.
@@ -308,7 +308,7 @@ def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
     for i, (start, stop) in enumerate(intervals):
         if start < 0 or stop <= 0:
             raise SteeringError(f"{path}[{i}]", "must be 0 or more; positions count from the first generated token")
-    return _Generated(tuple(_merged(intervals)))
+    return _Generated(merge_intervals(intervals))
 
 
 def selector_form_error(value: object, names: Iterable[str], field: str, *, keys: str) -> SteeringError:
@@ -412,17 +412,17 @@ def _canonical(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
             relative.append((start, stop))
         else:
             others.add((start, stop))
-    return tuple(sorted({*_merged(absolute), *_merged(relative), *others}))
+    return tuple(sorted({*merge_intervals(absolute), *merge_intervals(relative), *others}))
 
 
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    """Return the intervals in ascending order, those that overlap or touch joined."""
     merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
+            start, stop = merged[-1][0], max(stop, merged.pop()[1])
+        merged.append((start, stop))
+    return tuple(merged)
 
 
 def _resolved(interval: Interval, prompt_len: int, field: str) -> Interval:

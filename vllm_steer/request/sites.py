@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.request.declared import any_of
+from vllm_steer.request.field_types import any_of
 from vllm_steer.request.scalars import did_you_mean, is_integer, read_choice, shown
 from vllm_steer.site_names import find_foreign_site
 
@@ -116,6 +116,18 @@ def read_layer(value: object, field: str) -> int:
             field, f"must be between 0 and {MAX_LAYERS - 1} and {OF_THE_MODEL}, not {shown(value)}{hint}"
         )
     return int(value)
+
+
+def read_layer_of(named: int | None, layer: object) -> int | None:
+    """Return the value of a field ``layer`` whose point may have named one already; None if neither is given.
+
+    Raises:
+        SteeringError: ``layer`` is invalid, or differs from ``named``.
+    """
+    checked = named if layer is None else read_layer(layer, "layer")
+    if named not in (None, checked):
+        raise SteeringError("layer", f"is {checked}, but the point names layer {named}; omit one of them")
+    return checked
 
 
 def read_layers(value: object, field: str) -> Layers:

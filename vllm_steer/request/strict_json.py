@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_CONTAINERS
+from vllm_steer.limits import MAX_JSON_VALUES
 from vllm_steer.request.scalars import shown
 
 
@@ -17,15 +17,15 @@ def parse_json(text: str | bytes, field: str) -> Any:
 
     Raises:
         SteeringError: For ``field``, if the text is not valid JSON, repeats a key in an object, has a text that is not
-            Unicode, has more objects and lists than `MAX_CONTAINERS`, or nests them or writes numbers beyond the
+            Unicode, has more objects, lists and texts than `MAX_JSON_VALUES`, or has nesting or numbers beyond the
             parser's limits.
     """
     try:
         # The parser itself would decode halves of surrogate pairs.
         text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
-        # Before parsing: a small list takes thirty times as much memory and time as its text.
-        if (count := text.count("[") + text.count("{")) > MAX_CONTAINERS:
-            raise ValueError(f"it has {count} objects and lists, and at most {MAX_CONTAINERS} are read")
+        # Before parsing: short keys and small lists take thirty times as much memory as their text.
+        if (count := text.count("[") + text.count("{") + text.count('"') // 2) > MAX_JSON_VALUES:
+            raise ValueError(f"it has {count} objects, lists and texts, and at most {MAX_JSON_VALUES} are read")
         parsed = json.loads(text, object_pairs_hook=_object)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(parsed, ensure_ascii=False).encode()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
-from vllm_steer.request.request_fields import RequestForm
+from vllm_steer.request.request_form import RequestForm
 
 _FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
 _MAX_CHARS = 64

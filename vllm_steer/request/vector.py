@@ -126,6 +126,15 @@ def pack_array(array: Vector) -> dict[str, object]:
     return {"dtype": "float32", "shape": list(array.shape), "data": data}
 
 
+def to_builtins(value: Any) -> object:
+    """Return a checked value in JSON types: arrays packed, tuples as lists, other objects as their own wire form."""
+    if isinstance(value, np.ndarray):
+        return pack_array(value)
+    if isinstance(value, tuple):
+        return [to_builtins(each) for each in value]
+    return value.to_wire() if hasattr(value, "to_wire") else value
+
+
 def _frozen(array: npt.NDArray[Any], field: str) -> Vector:
     vector: Vector
     if array.dtype == np.float32:

@@ -20,7 +20,7 @@ from vllm_steer.frontend.context import RegistryOptions
 from vllm_steer.fs.private_tempdir import private_tempdir
 from vllm_steer.fs.shared_tempdir import remove_at_exit
 from vllm_steer.registry.location import HIDDEN, is_url, parse_location, show_location
-from vllm_steer.request.part import read_parts
+from vllm_steer.request.message_parts import read_parts
 from vllm_steer.request.references import read_name
 from vllm_steer.server.auth.key_file import read_keys
 from vllm_steer.server.settings import STORE_NAME_DEST, registry_limits

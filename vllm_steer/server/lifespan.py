@@ -13,15 +13,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
-from vllm_steer.server.allocator import keep_freed_memory
 from vllm_steer.server.auth.authenticator import authenticator_of, warn_if_unprotected
 from vllm_steer.server.drain import start_drain
 from vllm_steer.server.http.openapi import add_openapi_fields
+from vllm_steer.server.malloc import keep_freed_memory
 from vllm_steer.server.routes.capabilities import add_capabilities_route
 from vllm_steer.server.routes.captures import capture_store_of
 from vllm_steer.server.routes.live import add_live_route
 from vllm_steer.server.routes.modules import add_module_routes
 from vllm_steer.server.routes.patch import add_patch_routes
+from vllm_steer.settings import STUDIO, dest_of
+from vllm_steer.studio.routes import add_studio_routes
 
 _LAST_MESSAGES = ("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed")
 
@@ -67,5 +69,7 @@ async def _start(scope: Scope) -> EngineContext | None:
         add_module_routes(app, engine.registry)
         add_live_route(app, client)
         add_patch_routes(app, client, engine)
+        if getattr(getattr(app.state, "args", None), dest_of(STUDIO), False):
+            add_studio_routes(app)
         add_openapi_fields(app)
     return engine

@@ -2,7 +2,7 @@
 """Heads: functions of rows of the stream with many outputs, of which a readout records the largest.
 
 A head is a matrix product, :meth:`Head.products`, and what is done with its elements. This module is the definition of
-the second part. On CUDA, :mod:`vllm_steer.taps.largest_kernel` replaces :func:`record_largest`.
+the second part. On CUDA, :mod:`vllm_steer.taps.top_k_kernel` replaces :func:`record_top_k`.
 
 Rows are handled in parts, so that the products of a step take a bounded amount of memory.
 """
@@ -122,7 +122,7 @@ class Places:
         record[token, columns] = torch.where(self.kept.unsqueeze(1), record[token, columns], values)
 
 
-def largest_outputs(products: torch.Tensor, activation: Activation | None, k: int) -> torch.Tensor:
+def top_k_outputs(products: torch.Tensor, activation: Activation | None, k: int) -> torch.Tensor:
     """Return indices and values of the ``k`` largest outputs of a head, float32 ``[rows, 2 k]``.
 
     Of log-probabilities these are token ids. Of activations these are features, -1 for those that are not active.
@@ -146,17 +146,17 @@ def largest_outputs(products: torch.Tensor, activation: Activation | None, k: in
 
 
 def chosen_outputs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return ids and log-probabilities of tokens ``[k]`` as :func:`largest_outputs` does, float32 ``[rows, 2 k]``."""
+    """Return ids and log-probabilities of tokens ``[k]`` as :func:`top_k_outputs` does, float32 ``[rows, 2 k]``."""
     logits = logits.float()
     values = logits[:, tokens] - torch.logsumexp(logits, dim=-1, keepdim=True)
     return torch.cat([tokens.float().expand_as(values), values], dim=-1)
 
 
-def record_largest(
+def record_top_k(
     record: torch.Tensor, places: Places, products: torch.Tensor, activation: Activation | None, k: int
 ) -> None:
-    """Write the result of :func:`largest_outputs` to the records of the rows, ``[tokens, columns]`` float32."""
-    places.write(record, largest_outputs(products, activation, k))
+    """Write the result of :func:`top_k_outputs` to the records of the rows, ``[tokens, columns]`` float32."""
+    places.write(record, top_k_outputs(products, activation, k))
 
 
 def parts(head: Head, rows: int, itemsize: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
-from vllm_steer.taps.heads import Activation, Head, Places, record_largest
+from vllm_steer.taps.heads import Activation, Head, Places, record_top_k
 from vllm_steer.taps.projection import products_at
 from vllm_steer.taps.records import begin_records, fold_records
 from vllm_steer.taps.tables import Tables
@@ -27,7 +27,7 @@ class DeviceOps:
     products_at: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor] = products_at
     begin_records: Callable[[Tables, BatchLayout, int], None] = begin_records
     fold_records: Callable[[Tables, BatchLayout, int], None] = fold_records
-    record_largest: Callable[[torch.Tensor, Places, torch.Tensor, Activation | None, int], None] = record_largest
+    record_top_k: Callable[[torch.Tensor, Places, torch.Tensor, Activation | None, int], None] = record_top_k
     warm_up_head: Callable[[Head], None] = lambda head: None
     """Compiles the kernels of a head. All tensor-parallel ranks call it once the model can run."""
 
@@ -44,7 +44,7 @@ def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
     """
     if tables.device.type != "cuda":
         return DeviceOps()
-    from vllm_steer.taps import assignment_kernel, largest_kernel, projection_kernel, records_kernel, tap_kernel
+    from vllm_steer.taps import assignment_kernel, projection_kernel, records_kernel, tap_kernel, top_k_kernel
 
     tap_kernel.warm_up(tables, dtype)
     assignment_kernel.warm_up(tables)
@@ -59,6 +59,6 @@ def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
         products,
         records_kernel.launch_begin,
         records_kernel.launch_fold,
-        largest_kernel.launch_largest,
-        lambda head: largest_kernel.warm_up(head, dtype, tables.device, tables.vector.shape[1]),
+        top_k_kernel.launch_top_k,
+        lambda head: top_k_kernel.warm_up(head, dtype, tables.device, tables.vector.shape[1]),
     )

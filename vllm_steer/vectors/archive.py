@@ -87,12 +87,12 @@ def _read_entry(data: bytes, at: int) -> tuple[str, _Member, int]:
     signature, _, _, flags, method, _, _, checksum, packed, size, *lengths, _, _, _, header = entry
     local, *_, local_name, local_extra = _LOCAL.unpack_from(data, header)
     begin = at + _ENTRY.size
-    name = data[begin : begin + lengths[0]]
+    name = data[begin : begin + lengths[0]].decode()
     start = header + _LOCAL.size + local_name + local_extra
     if (signature, local) != (b"PK\x01\x02", b"PK\x03\x04"):
         raise ValueError("the directory of the archive is damaged")
     if flags & _ENCRYPTED or method not in (_STORED, _DEFLATED):
         raise ValueError(f"the member {shown(name)} is encrypted, or compressed with another method than deflate")
-    if data[header + _LOCAL.size : header + _LOCAL.size + local_name] != name:
+    if data[header + _LOCAL.size : header + _LOCAL.size + local_name] != name.encode():
         raise ValueError(f"the member {shown(name)} has two names")
-    return name.decode(), _Member(method, size, checksum, header, start, start + packed), begin + sum(lengths)
+    return name, _Member(method, size, checksum, header, start, start + packed), begin + sum(lengths)

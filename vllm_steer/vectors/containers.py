@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Containers of vector files, recognised by their first bytes: GGUF, safetensors, NumPy and JSON.
+"""Containers of vector files, recognised by their first bytes: GGUF, safetensors, NumPy, torch and JSON.
 
 Files are untrusted: nothing is unpickled, and counts, sizes and places are checked before tensors are read.
 """
@@ -23,22 +23,20 @@ from vllm_steer.request.scalars import shown, shown_name
 from vllm_steer.request.strict_json import parse_json
 from vllm_steer.request.vector import PACKED_DTYPES, from_bytes
 from vllm_steer.vectors.archive import check_ranges, read_archive
+from vllm_steer.vectors.torch_file import SAVE_HINT, read_tensors
 
-Kind = Literal["gguf", "safetensors", "npy", "npz", "json", "pickle", "unknown"]
+Kind = Literal["gguf", "safetensors", "npy", "npz", "torch", "json", "pickle", "unknown"]
 MAX_FILE_BYTES = 2 << 30
 MAX_HEADER_BYTES = 4 << 20
 """Bytes of the header of a safetensors file."""
 MAX_TENSORS = 2 * MAX_EDITS
 """Tensors of a file: a module has `MAX_EDITS` vectors and further tensors for its probes."""
+_OTHER_MEMBERS = 8
+"""Members of a file of torch that are not numbers."""
 _EXPANDED_BYTES, _EXPANSION = 64 << 20, 8
 """Bytes that any archive may have after decompression, or as a multiple of its size: numbers hardly compress."""
 _MAX_GGUF_READS = 100_000
 """Numbers and texts of a header; 4096 tensors have 25,000."""
-TORCH_HINT = (
-    "convert it in Python: t = torch.load(FILE, weights_only=True); t = t if isinstance(t, dict) else {'vector': t}; "
-    "safetensors.torch.save_file({str(k): v.contiguous() for k, v in t.items()}, OUT)"
-)
-"""Advice for a pickled file, which can have tensors for the layers, or one tensor."""
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "F32": PACKED_DTYPES["float32"],
@@ -75,7 +73,7 @@ def kind_of(data: bytes) -> Kind:
     if data[:6] == b"\x93NUMPY":
         return "npy"
     if data[:4] == b"PK\x03\x04":
-        return "pickle" if b"data.pkl" in data[:256] else "npz"
+        return "torch" if b"data.pkl" in data[:256] else "npz"
     if data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= len(data) - 8:
         return "safetensors"
     if data[:64].lstrip()[:1] == b"{":
@@ -99,17 +97,19 @@ def open_container(data: bytes) -> Container:
                 return Container("npy", _npy("vector", data))
             case "npz":
                 return _open_npz(data)
+            case "torch":
+                return _open_torch(data)
             case "safetensors":
                 return open_safetensors(data)
             case "json":
                 return Container("json", parse_json(data, "file"))
             case "pickle":
-                raise SteeringError("file", f"is pickled (.pt), and nothing is unpickled here; {TORCH_HINT}")
+                raise SteeringError("file", f"is a pickle, and nothing is unpickled; {SAVE_HINT}")
     except SteeringError:
         raise
     except Exception as error:  # numpy, gguf and zlib raise errors of any class for damaged files
         raise SteeringError("file", f"is damaged: {' '.join(str(error).split())[:200] or 'truncated'}") from None
-    kinds = "is not a safetensors file, GGUF, .npy, .npz or JSON"
+    kinds = "is not a safetensors file, GGUF, .pt, .npy, .npz or JSON"
     raise SteeringError("file", f"{kinds}; it begins with {shown(bytes(data[:8]))}")
 
 
@@ -181,10 +181,21 @@ def _npy(name: str, data: bytes) -> np.ndarray:
     return _shaped(name, np.frombuffer(data, dtype, offset=file.tell()), shape, "F" if fortran else "C")
 
 
-def _open_npz(data: bytes) -> Container:
+def _members(data: bytes) -> dict[str, bytes]:
     limit = min(MAX_FILE_BYTES, max(_EXPANDED_BYTES, _EXPANSION * len(data)))
+    return read_archive(data, MAX_TENSORS + _OTHER_MEMBERS, limit)
+
+
+def _open_torch(data: bytes) -> Container:
+    content = read_tensors(_members(data), MAX_TENSORS)
+    tensors = content if isinstance(content, dict) else {"vector": content}
+    shaped = {name: _shaped(name, tensor.reshape(-1), tensor.shape) for name, tensor in tensors.items()}
+    return Container("torch", shaped if isinstance(content, dict) else shaped["vector"])
+
+
+def _open_npz(data: bytes) -> Container:
     arrays: dict[str, np.ndarray] = {}
-    for member, content in read_archive(data, MAX_TENSORS, limit).items():
+    for member, content in _members(data).items():
         name = member.removesuffix(".npy")
         if name in arrays:
             raise SteeringError("file", f"has two arrays with the name {shown(name)}; remove one of them")

@@ -67,27 +67,28 @@ FORMATS: Mapping[str, VectorFormat] = MappingProxyType(
             "divides the vector by its length first",
         ),
         "sites": VectorFormat(
-            "any library, as safetensors or `.npz`",
+            "any library, as safetensors, `.npz` or `.pt`",
             "tensors named as sites: `blocks.N.hook_resid_post`, `layers.N`, `resid_post.N`, `post_block.N`",
             "as the names say",
             "`hidden_states.N` is refused, because the last one of a model is after the final norm",
         ),
         "layers": VectorFormat(
-            "steering-vectors (`layer_activations`)",
-            "tensors in safetensors or `.npz`, named by numbers only",
+            "steering-vectors: `torch.save(vector.layer_activations, FILE)`",
+            "tensors in safetensors, `.npz` or `.pt`, named by numbers only",
             "the number is a layer; the hook point is not in the file",
-            "The `layer_type` `decoder_block` of steering-vectors is post_block",
+            "The `layer_type` `decoder_block` of steering-vectors is post_block. A saved `SteeringVector` itself is "
+            "refused: it is an object of Python",
         ),
         "vector": VectorFormat(
             "CAA, refusal_direction, NumPy",
-            "one tensor `[H]` or `[1, H]` in `.npy`, `.npz` or safetensors",
+            "one tensor `[H]` or `[1, H]` in `.pt`, `.npy`, `.npz` or safetensors",
             "neither the layer nor the hook point is in the file",
             "CAA's `vec_layer_N` is post_block of layer N. refusal_direction's `layer` N is pre_attn of layer N",
             needs_layer=True,
         ),
         "hidden-states": VectorFormat(
             "persona_vectors",
-            "one tensor `[layers + 1, H]` in `.npy`, `.npz` or safetensors",
+            "one tensor `[layers + 1, H]` in `.pt`, `.npy`, `.npz` or safetensors",
             "row N is hidden_states[N], which is post_block of layer N - 1",
             "Row 0 is the embedding, and the last row is after the final norm: neither is taken. Layer 20 of the paper "
             "is row 20, which is `--layer 19`",

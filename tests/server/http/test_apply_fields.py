@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.server.fakes import HIDDEN, MAX_MODEL_LEN, engine_context, vector
 from vllm_steer.errors import SteeringError
+from vllm_steer.frontend import cpu_unsupported
 from vllm_steer.params import (
     APPLIED_KEY,
     FIELDS,
@@ -341,6 +343,30 @@ def test_nothing_is_compiled_without_fields(context: RequestContext, monkeypatch
     params = apply_to_params(request_with(), SamplingParams())
     assert params.extra_args == {APPLIED_KEY: b""}
     assert context.changes_nothing
+
+
+@classes
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"temperature": 0.7}, "temperature"),
+        ({"temperature": 0, "steering": [{**FIELD_VALUES["steering"][0], "live": "calm"}]}, "steering.live"),
+    ],
+)
+def test_refuses_what_vllm_cannot_serve_before_the_response(
+    of: type[Any], fields: dict[str, Any], field: str, context: RequestContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a refusal by the engine client only, when a stream has started: HTTP 200, and a cut stream."""
+    wrap_front_end()
+    monkeypatch.setattr(cpu_unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    parallel = SimpleNamespace(data_parallel_size=2)
+    config = SimpleNamespace(speculative_config=object(), lora_config=None, parallel_config=parallel)
+    context.input_processor = SimpleNamespace(vllm_config=config)
+    with pytest.raises(RequestRefused) as refused:
+        request_with(of, stream=True, **fields).to_sampling_params(4, {})
+    assert refused.value.parameter == field
+    context.compiled = context.own = None  # the next body
+    request_with(of, stream=True, temperature=0, steering=FIELD_VALUES["steering"]).to_sampling_params(4, {})
 
 
 def test_request_refused_is_both_error_types() -> None:

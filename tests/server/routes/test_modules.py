@@ -174,6 +174,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "path in name": (MODULES, '{"name": "../a", "base": {"post_block": {"1": VECTOR}}}', "name", "ASCII"),
     "look-alike": (MODULES, '{"name": "c\\u0430lm", "base": {"post_block": {"1": VECTOR}}}', "name", "ASCII"),
     "nothing in it": (MODULES, '{"name": "a"}', "module", "empty"),
+    "vector file as JSON": (MODULES, '{"hookName": "x", "values": [1]}', "hookName", "as application/octet-stream"),
     "unknown field": (MODULES, '{"name": "a", "steering_vectors": {}}', "steering_vectors", "base, prefill"),
     "key twice": (MODULES, '{"name": "a", "name": "b"}', "body", "duplicate key"),
     "layer twice": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1], "1": [2]}}}', "body", "duplicate key"),

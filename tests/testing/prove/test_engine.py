@@ -43,7 +43,7 @@ def test_rows_that_are_not_numbers_do_not_agree(
     facts = {"self_check": {"hops": 3, "conclusive": 3}}
     llm = SimpleNamespace(collective_rpc=lambda _: [facts], generate=lambda *_, **__: [output(0), output(1)])
     monkeypatch.setattr("vllm_steer.LLM", lambda **_: llm)
-    monkeypatch.setattr("vllm_steer.models.outline.import_architecture", lambda _: None)
+    monkeypatch.setattr("vllm_steer.models.dry_run.import_architecture", lambda _: None)
     found = engine.prove("", tmp_path)
     assert found["agrees"] is (run is None)
     assert [bool(np.isnan(found[name])) for name in ("value_error", "cause_error")] == [run == 0, run == 1]

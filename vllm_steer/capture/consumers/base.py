@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from vllm_steer.capture.results import CapturedRequest, SubmittedRequest
 from vllm_steer.errors import SteeringError
 from vllm_steer.request import CaptureSpec
-from vllm_steer.request.capture_form import SPEC_KEYS
+from vllm_steer.request.capture import SPEC_KEYS
 from vllm_steer.request.scalars import closest, shown
 
 THREAD_PREFIX = "capture-"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Authentication by API key. It runs before everything else, including vLLM's own authentication.
 
-On a server with a key file, requests without a key only reach :data:`PUBLIC_PATHS`. Every key may use vLLM's inference
-routes, :data:`INFERENCE_PATHS`. Steering and capture fields, and the steering routes, require the rights of the key.
-All other paths require the right ``admin``, because most of them change the server.
+On a server with a key file, requests without a key only reach :data:`PUBLIC_PATHS` and the files of the studio's page.
+Every key may use vLLM's inference routes, :data:`INFERENCE_PATHS`. Steering and capture fields, and the steering
+routes, require the rights of the key. All other paths require the right ``admin``, because most of them change the
+server.
 
 vLLM's own keys (``--api-key``, ``VLLM_API_KEY``) remain valid for vLLM's routes, but have no steering rights. vLLM's
 authentication does not know the keys of the file, so requests with such a key are passed on with one of vLLM's.
@@ -29,6 +30,7 @@ from vllm_steer.server.auth.key_file_watcher import KeyFileWatcher
 from vllm_steer.server.auth.keys import Key
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.routes.base import PLUGIN_PREFIXES, SteeringRoute, app_path
+from vllm_steer.studio.routes import is_studio_path
 
 FIELD = "authorization"
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
@@ -62,7 +64,7 @@ class AuthResult:
     """Result of a successful authentication."""
 
     key: Key | None
-    """Key of the request; None on a server without a key file and for :data:`PUBLIC_PATHS`."""
+    """Key of the request; None on a server without a key file and for public paths."""
     scope: Scope
     """ASGI scope to pass on to the application."""
 
@@ -89,7 +91,7 @@ class Authenticator:
         """
         path = app_path(scope)
         preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"  # browsers send these without a key
-        if preflight or path.rstrip("/") in PUBLIC_PATHS:
+        if preflight or path.rstrip("/") in PUBLIC_PATHS or is_studio_path(path):
             return AuthResult(None, scope)
         if self._keys.is_stale():
             await asyncio.to_thread(self._keys.refresh)

@@ -18,8 +18,8 @@ from vllm_steer.compat.internals import ResponsesRequest, SamplingParams, VLLMVa
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.messages import messages_of
-from vllm_steer.frontend.parts import bind_request
-from vllm_steer.frontend.requests import check_beam_search
+from vllm_steer.frontend.part_markers import bind_request
+from vllm_steer.frontend.requests import check_beam_search, check_parameters
 from vllm_steer.limits import REQUEST_EDITS, REQUEST_VECTORS
 from vllm_steer.params import (
     APPLIED_KEY,
@@ -37,7 +37,7 @@ from vllm_steer.registry.composer import count_edits as count_composed
 from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.request.counts import count_directions, count_edits
-from vllm_steer.request.fields import GENERAL_FIELD
+from vllm_steer.request.edit_fields import GENERAL_FIELD
 from vllm_steer.request.readout import READOUTS_FIELD
 from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
@@ -105,7 +105,10 @@ def apply_to_params(request: Any, params: Any) -> Any:
             if name in fields:
                 _refuse_without_answer(request, name)
         answer: ResultsLocation = "response" if isinstance(request, ResponsesRequest) else "choices"
-        _apply(fields, params, current_request.get() or RequestContext(), answer)
+        context = current_request.get() or RequestContext()
+        _apply(fields, params, context, answer)
+        if context.engine is not None and context.input_processor is not None:
+            check_parameters(context.input_processor.vllm_config, params)
     except SteeringError as error:
         raise refused(error) from error
     return params

@@ -19,7 +19,7 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_FIELD, FIELDS
 from vllm_steer.request.readout import READOUTS_FIELD
-from vllm_steer.request.request_fields import GENERAL_NAMES
+from vllm_steer.request.request_form import GENERAL_NAMES
 from vllm_steer.request.scalars import shown
 
 OVERLAP = 256

@@ -14,7 +14,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.limits import MAX_NAME_CHARS, MAX_NAMES
 from vllm_steer.params import CAPTURE_FIELD, FIELDS, RESERVED_KEYS
-from vllm_steer.request.request_fields import GENERAL_NAMES
+from vllm_steer.request.request_form import GENERAL_NAMES
 from vllm_steer.request.unknown_fields import problem_of
 from vllm_steer.server.http.confusables import resembles
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.request.fields import SHORT_FIELDS
+from vllm_steer.request.edit_fields import SHORT_FIELDS
 from vllm_steer.request.vector import pack_array, parse_vector
 
 MIN_NUMBERS = 256

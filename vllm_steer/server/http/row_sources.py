@@ -19,7 +19,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_FIELD
 from vllm_steer.registry.composer import find_probe
 from vllm_steer.request.capture_source import ModuleRowsForm, StoredRowsForm
-from vllm_steer.request.fields import GENERAL_FIELD
+from vllm_steer.request.edit_fields import GENERAL_FIELD
 from vllm_steer.request.scalars import MASK_HINT, did_you_mean, is_integer, shown
 from vllm_steer.request.selector import Selector
 from vllm_steer.server.auth.current_key import require

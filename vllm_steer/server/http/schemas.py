@@ -12,10 +12,10 @@ import msgspec
 
 from vllm_steer.patching.request import StudyForm
 from vllm_steer.registry.schema import SteeringApplied
-from vllm_steer.request.declared import Schema, any_of, json_schema
+from vllm_steer.request.field_types import Schema, any_of, json_schema
 from vllm_steer.request.probe import Probe
 from vllm_steer.request.references import NAME_RULE, ReferencesForm
-from vllm_steer.request.request_fields import (
+from vllm_steer.request.request_form import (
     EditsForm,
     VectorsForm,
     request_schemas,

@@ -109,7 +109,7 @@ def _require_data(data: bool) -> None:
 
 
 def _register_json(registry: SteeringRegistry, body: bytes, name: str | None) -> ModuleInfo:
-    fields = _parse_object(body, _MODULE_KEYS)
+    fields = _parse_object(body, _MODULE_KEYS, f"; send a vector file, JSON too, as {BINARY[0]}")
     if name is not None and fields.setdefault("name", name) != name:
         raise SteeringError("name", f"{shown(fields['name'])} in the body, {shown(name)} in the query; give it once")
     if fields.get("name") is None:
@@ -135,14 +135,14 @@ def _clear_json(registry: SteeringRegistry, body: bytes) -> GlobalSteering:
     return registry.clear()
 
 
-def _parse_object(body: bytes, keys: tuple[str, ...]) -> dict[str, Any]:
+def _parse_object(body: bytes, keys: tuple[str, ...], hint: str = "") -> dict[str, Any]:
     fields = parse_json(body, "body")
     if not isinstance(fields, dict):
         raise SteeringError("body", f"must be a JSON object, not {shown(fields)}")
     for key in fields:
         if key not in keys:
             allowed = f"use {', '.join(keys)}" if keys else "this route takes none"
-            raise SteeringError(shown_name(key), f"unknown field; {allowed}")
+            raise SteeringError(shown_name(key), f"unknown field; {allowed}{hint}")
     return fields
 
 

@@ -43,7 +43,7 @@ def prove(source: str, model: Path, trust_remote_code: bool = False) -> dict[str
         everything ``agrees``.
     """
     from vllm_steer import LLM
-    from vllm_steer.models.outline import import_architecture
+    from vllm_steer.models.dry_run import import_architecture
 
     with_reference = (model / STREAMS).exists()
     if not with_reference:

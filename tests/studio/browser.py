@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The studio's page in a browser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TIMEOUT_MS = 120_000
+"""The model answers within seconds on an idle machine."""
+MARKUP = '<img src=x onerror="window.ran=1"><b class=markup>&amp;</b>'
+"""Would set a variable and add an element if it were taken for HTML."""
+
+CONTRAST = """() => {
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const rgba = (text) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = text; canvas.fillRect(0, 0, 1, 1);
+    return canvas.getImageData(0, 0, 1, 1).data;
+  };
+  const luminance = ([r, g, b]) => {
+    const [x, y, z] = [r, g, b].map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+  };
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const paint = rgba(getComputedStyle(at).backgroundColor);
+      if (paint[3] === 255) return paint;
+    }
+    return [255, 255, 255, 255];
+  };
+  const low = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if (!own || !element.checkVisibility() || element.disabled || element.tagName === "OPTION") continue;
+    const pair = [luminance(rgba(getComputedStyle(element).color)), luminance(behind(element))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    if (ratio < 4.5) low.push(`${element.outerHTML.slice(0, 100)}: ${ratio.toFixed(2)}`);
+  }
+  return low;
+}"""
+"""Returns the elements whose text has less contrast than WCAG AA demands."""
+
+UNNAMED = """() => [...document.querySelectorAll("input, select, textarea, button, a, [role=listbox], svg[role=img]")]
+  .filter((element) => element.checkVisibility())
+  .filter((element) => !(element.labels?.length || element.ariaLabel || element.textContent.trim()))
+  .map((element) => element.outerHTML.slice(0, 100))"""
+"""Returns the controls without a name for screen readers."""
+
+
+@dataclass
+class Server:
+    """A server with keys: `all` has every right, `reader` only reads."""
+
+    url: str
+    keys: dict[str, str]
+
+
+@dataclass
+class Opened:
+    """A page of the studio, with what its browser has reported."""
+
+    browser: Any
+    server: Server
+    errors: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.context = self.browser.new_context(viewport={"width": 1280, "height": 860})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(TIMEOUT_MS)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", self._heard)
+        self.page.on("request", lambda request: self.requested.append(request.url))
+
+    def _heard(self, message: Any) -> None:
+        # The browser itself reports answers that are errors and connections that fail.
+        if message.type == "error" and not message.text.startswith("Failed to load resource"):
+            self.errors.append(message.text)
+
+    def open(self, view: str = "chat", key: str | None = "all") -> Any:
+        """Open a view, and enter a key if one is given. Returns Playwright's page."""
+        self.page.goto(f"{self.server.url}/studio/#{view}")
+        if key is not None:
+            self.enter(self.server.keys[key])
+            self.page.get_by_role("button", name="Forget key").wait_for()
+            self.page.get_by_text("SmolLM2").wait_for()
+            self.page.wait_for_load_state("networkidle")
+        return self.page
+
+    def enter(self, secret: str) -> None:
+        """Enter a key and send it with the keyboard."""
+        self.page.get_by_label("API key").fill(secret)
+        self.page.keyboard.press("Enter")
+
+    def close(self) -> None:
+        """Close the page; raise ``AssertionError`` if a script failed or another host was asked."""
+        ran = self.page.evaluate("[window.ran, document.querySelectorAll('.markup').length]")
+        self.context.close()
+        assert self.errors == []
+        assert ran == [None, 0], "text was taken for HTML"
+        assert [url for url in self.requested if not url.startswith(f"{self.server.url}/")] == []

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The studio's views in Chromium against a real server with the chat model.
+
+The fixture `opened` also catches, in each test, a script that fails or is refused by the policy, a request to another
+host, and text that is taken for HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from playwright.sync_api import expect
+from safetensors.numpy import save_file
+
+from tests.studio.browser import CONTRAST, MARKUP, TIMEOUT_MS, UNNAMED, Opened
+
+pytestmark = pytest.mark.slow
+expect.set_options(timeout=TIMEOUT_MS)
+VIEWS = ("chat", "steer", "probes", "modules", "server")
+CHAT_ROUTE = "**/v1/chat/completions"
+
+
+def say(page: Any, text: str, tokens: int = 12) -> None:
+    """Send a message with the keyboard, and wait for the end of the answer."""
+    if not page.get_by_label("Most tokens").is_visible():
+        page.get_by_text("Settings").click()
+    page.get_by_label("Most tokens").fill(str(tokens))
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+    expect(page.locator(".status").last).to_contain_text("done")
+
+
+def events(*texts: str, error: str | None = None) -> str:
+    """Return a stream of one token for each text, without its end."""
+    made = []
+    for n, text in enumerate(texts):
+        top = [{"token": text, "logprob": -0.1, "bytes": []}, {"token": f"{text}!", "logprob": -3.0, "bytes": []}]
+        item = {"token": text, "logprob": -0.1, "bytes": [], "top_logprobs": top}
+        choice = {"index": 0, "delta": {"content": text}, "logprobs": {"content": [item]}, "token_ids": [n]}
+        made.append({"id": "chatcmpl-x", "choices": [choice], "prompt_token_ids": [1, 2]})
+    if error is not None:
+        made.append({"error": {"message": error, "code": 500}})
+    return "".join(f"data: {json.dumps(each)}\n\n" for each in made)
+
+
+def test_chat_shows_a_lens_and_forks(opened: Opened, pictures: Path) -> None:
+    """Catches tokens without their lens, a lens of the wrong token, and a fork that loses what was before it."""
+    page = opened.open()
+    say(page, "What is the capital of France?", 20)
+    tokens = page.locator(".token")
+    texts = tokens.all_inner_texts()
+    assert "Paris" in "".join(texts)
+    at = next(n for n, text in enumerate(texts) if "Paris" in text)
+    page.get_by_role("listbox").focus()
+    for _ in range(at + 1):
+        page.keyboard.press("ArrowRight")
+    last = page.locator(".lens tbody tr").first  # the last layer is what the sampler has
+    expect(last.locator("th")).to_have_text("29")
+    expect(last.locator(".same")).to_contain_text("Paris")
+    expect(page.locator(".inspector")).to_contain_text(re.compile(r"On top from layer \d+ on"))
+    expect(page.locator(".lens")).not_to_contain_text("…")
+    page.screenshot(path=pictures / "studio-chat.png")
+    page.keyboard.press("Enter")  # to the first alternative
+    alternative = page.locator(":focus code").inner_text().replace("␣", " ")
+    page.keyboard.press("Enter")
+    expect(page.locator(".forks")).to_contain_text("fork 2 of 2")
+    expect(page.locator(".status")).to_contain_text("done")
+    forked = tokens.all_inner_texts()
+    assert forked[: at + 1] == [*texts[:at], alternative]
+    expect(page.locator(".forked")).to_have_text(alternative, use_inner_text=True)
+    page.get_by_role("button", name="Previous fork").click()
+    assert tokens.all_inner_texts() == texts
+    say(page, "And of Italy?", 4)
+    expect(page.locator(".message")).to_have_count(4)
+
+
+def test_steer_marks_the_difference_and_moves_in_the_stream(opened: Opened, pictures: Path) -> None:
+    """Catches plain and steered answers that are mixed up, and a slider that does not reach the running stream."""
+    page = opened.open("steer")
+    page.get_by_role("button", name="Add module").click()
+    page.get_by_label("Most tokens").fill("8")
+    slider = page.get_by_role("slider", name="mood")
+    slider.fill("0")
+    page.get_by_role("button", name="Run both").click()
+    expect(page.get_by_text("Both answers are the same.")).to_be_visible()
+    page.get_by_label("Most tokens").fill("120")
+    page.get_by_role("button", name="Run both").click()
+    sides = page.locator(".side-by-side")
+    expect(sides.last.locator(".token").nth(4)).to_be_attached()
+    slider.fill("-3")  # from 0 within the stream
+    expect(page.locator(".changes li").first).to_contain_text(re.compile(r"mood: -3 from position \d+ on"))
+    expect(page.get_by_text("First difference at token")).to_be_visible()
+    expect(page.locator(".status").first).to_contain_text("done")
+    expect(page.locator(".status").last).to_contain_text("done")
+    plain, steered = (side.locator(".token").all_inner_texts() for side in sides.all())
+    first = next(n for n, (one, other) in enumerate(zip(plain, steered, strict=False)) if one != other)
+    assert first > 4
+    expect(page.locator(".differs")).to_have_count(2)
+    assert page.locator(".differs").all_inner_texts() == [plain[first], steered[first]]
+    marked = int(page.locator(".marked").first.get_attribute("data-index") or -1)
+    assert 4 < marked <= first
+    page.screenshot(path=pictures / "studio-steer.png", full_page=True)
+
+
+def test_steer_takes_pasted_vectors_and_files(opened: Opened, tmp_path: Path) -> None:
+    """Catches a pasted edit or a file that is dropped, and an error of the API that is swallowed."""
+    page = opened.open("steer")
+    page.get_by_text("Paste or open a vector").click()
+    page.get_by_label("Vector or edits").fill("[1, 2")
+    page.get_by_role("button", name="Add pasted").click()
+    expect(page.get_by_role("alert")).to_contain_text("This is not JSON")
+    page.get_by_label("Vector or edits").fill("[1, 2]")
+    page.get_by_label("Layer").fill("3")
+    page.get_by_role("button", name="Add pasted").click()
+    page.get_by_label("Most tokens").fill("3")
+    page.get_by_role("button", name="Run both").click()
+    expect(page.locator(".side-by-side").last.get_by_role("alert")).to_contain_text("576")  # the API's own words
+    page.get_by_role("button", name="Remove pasted").click()
+    vector = np.random.default_rng(0).standard_normal(576).astype("float32") * 40
+    save_file({"base.post_block.9": vector}, tmp_path / "loud.safetensors")
+    page.locator("input[type=file]").set_input_files(tmp_path / "loud.safetensors")
+    expect(page.get_by_role("slider", name="loud.safetensors")).to_be_visible()
+    page.get_by_role("button", name="Run both").click()
+    expect(page.get_by_text("First difference at token 1:")).to_be_visible()
+
+
+def test_probes_colour_the_stream_and_stop_it(opened: Opened, pictures: Path) -> None:
+    """Catches values of other tokens than those that are coloured, and a stop that is not sent."""
+    page = opened.open("probes")
+    page.get_by_role("button", name="Add probe").click()
+    page.get_by_label("Most tokens").fill("40")
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.locator(".status")).to_contain_text("done")
+    tokens = page.locator(".token").all_inner_texts()
+    page.get_by_role("listbox").focus()
+    values = []
+    for n in range(len(tokens) - 1):  # the last token of an output has no value
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(".inspector h3")).to_contain_text(f"Token {n + 1}:")
+        text = page.locator(".inspector p").inner_text()
+        values.append(float(re.findall(r"mood_happy: (\S+)", text)[0].rstrip(".")))
+    bound = sorted(values)[len(values) // 2]
+    page.get_by_role("spinbutton", name="Threshold of mood/happy").fill(str(bound))
+    expect(page.locator(".probe .hint")).to_contain_text(f"above {bound:g};")
+    over = {int(each.get_attribute("data-index") or -1) for each in page.locator(".token.over").all()}
+    assert over >= {n for n, value in enumerate(values) if value > bound + 0.01}
+    assert not over & {n for n, value in enumerate(values) if value < bound - 0.01}
+    expect(page.get_by_role("img", name="Values of mood/happy")).to_be_visible()
+    page.screenshot(path=pictures / "studio-probes.png", full_page=True)
+    page.get_by_label("Stop there").check()
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.locator(".status")).to_contain_text("finish: stop: ")
+    assert page.locator(".token").count() <= min(over) + 1 < len(tokens)
+
+
+def test_modules_are_uploaded_deleted_and_set_for_everybody(opened: Opened, pictures: Path, tmp_path: Path) -> None:
+    """Catches an upload that the API does not get, and changes for everybody by one careless click."""
+    page = opened.open("modules")
+    table = page.get_by_role("table", name="Modules")
+    expect(table).to_contain_text("mood")
+    (tmp_path / "broken.npy").write_bytes(b"nothing")
+    page.locator("input[type=file]").set_input_files(tmp_path / "broken.npy")
+    expect(page.get_by_role("alert")).to_be_visible()
+    save_file({"base.post_block.9": np.ones(576, np.float32)}, tmp_path / "ones.safetensors")
+    page.locator("input[type=file]").set_input_files(tmp_path / "ones.safetensors")
+    expect(table).to_contain_text("base: post_block 9")
+    everybody = page.get_by_role("button", name="Set for everybody")
+    expect(everybody).to_be_disabled()
+    page.get_by_label("Module for all requests").select_option("ones")
+    page.get_by_label("Scale").fill("0.5")
+    page.get_by_label("I mean all requests").check()
+    everybody.click()
+    expect(page.get_by_text(re.compile("Global steering is set: ones . 0.5"))).to_be_visible()
+    page.screenshot(path=pictures / "studio-modules.png")
+    page.get_by_role("button", name="Clear").click()
+    expect(page.get_by_text("No global steering is set.")).to_be_visible()
+    page.get_by_role("button", name="Delete ones").click()
+    expect(table).to_contain_text("base: post_block 9")
+    page.get_by_role("button", name="Delete for everybody").click()
+    expect(table).not_to_contain_text("base: post_block 9")
+
+
+def test_server_lists_what_is_refused_and_why(opened: Opened, pictures: Path) -> None:
+    """Catches a report that the page cannot show, and refusals without their reason."""
+    page = opened.open("server")
+    expect(page.get_by_role("table", name="Engine", exact=True)).to_contain_text("30 layers")
+    refused = page.get_by_role("table", name="Refused, and why")
+    expect(refused).to_contain_text("--steering-points mlp_in")
+    expect(page.get_by_role("table", name="Limits")).to_contain_text("record_columns")
+    page.screenshot(path=pictures / "studio-server.png")
+
+
+def test_wrong_key_and_missing_rights(opened: Opened) -> None:
+    """Catches a refusal that is not shown in the API's words, and a key that is stored."""
+    page = opened.open(key=None)
+    expect(page.get_by_role("alert")).to_contain_text("missing API key")
+    opened.enter("vsk-wrong")
+    expect(page.get_by_role("alert")).to_contain_text("invalid API key")
+    opened.enter(opened.server.keys["reader"])
+    page.get_by_role("button", name="Forget key").wait_for()
+    page.get_by_label("Message", exact=True).fill("Hello")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("'capture'")
+    stored = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie, location.href]")
+    assert stored == [0, 0, "", f"{opened.server.url}/studio/#chat"]
+    page.reload()
+    expect(page.get_by_role("alert")).to_contain_text("missing API key")
+
+
+def test_lost_connection(opened: Opened) -> None:
+    """Catches an answer that looks complete although its stream broke, and a page that stays dead afterwards."""
+    page = opened.open()
+    broken = events("Once", " upon")
+    page.route(CHAT_ROUTE, lambda route: route.fulfill(body=broken, content_type="text/event-stream"))
+    page.get_by_label("Message", exact=True).fill("Hello")
+    page.keyboard.press("Enter")
+    expect(page.locator(".status")).to_contain_text("failed")
+    expect(page.get_by_role("alert").first).to_contain_text("connection to the server is lost")
+    assert "".join(page.locator(".token").all_inner_texts()) == "Once upon"
+    page.unroute(CHAT_ROUTE)
+    opened.context.set_offline(True)
+    page.get_by_label("Message", exact=True).fill("Are you there?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".status").last).to_contain_text("failed")
+    opened.context.set_offline(False)
+    expect(page.locator("main > .error")).to_have_count(0)
+    say(page, "And now?", 3)
+
+
+def test_server_without_steering(opened: Opened) -> None:
+    """Catches a page that sends readouts to a server that does not know them, or that does not say what is missing."""
+    sent: list[Any] = []
+
+    def answer(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        route.fulfill(body=events("Yes") + "data: [DONE]\n\n", content_type="text/event-stream")
+
+    opened.page.route("**/v1/steering/**", lambda route: route.fulfill(status=404, json={"detail": "Not Found"}))
+    opened.page.route(CHAT_ROUTE, answer)
+    page = opened.open()
+    expect(page.locator(".warning")).to_contain_text("--enable-steering")
+    say(page, "Hello")
+    assert "readouts" not in sent[0] and sent[0]["messages"] == [{"role": "user", "content": "Hello"}]
+
+
+def test_markup_is_text_everywhere(opened: Opened) -> None:
+    """Catches text of users, models, modules or errors that a view takes for HTML."""
+    key = {"authorization": f"Bearer {opened.server.keys['all']}"}
+    edit = {"decode": {"post_block": {"3": [0.0] * 576}}}
+    with httpx.Client(base_url=opened.server.url, headers=key, timeout=60) as client:
+        made = client.post("/v1/steering/modules", json={"name": "marked", "description": MARKUP, **edit})
+        assert made.status_code == 200, made.text
+    page = opened.open()
+    reply = {"body": events(MARKUP, MARKUP, error=MARKUP), "content_type": "text/event-stream"}
+    page.route(CHAT_ROUTE, lambda route: route.fulfill(**reply))
+    page.get_by_text("Settings").click()
+    page.get_by_label("System message").fill(MARKUP)
+    page.get_by_label("Message", exact=True).fill(MARKUP)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_have_text(MARKUP)
+    assert page.locator(".token").all_inner_texts() == [MARKUP, MARKUP]
+    page.locator(".token").first.click()
+    expect(page.locator(".alternative").first).to_contain_text("<img")
+    page.get_by_label("Layers").fill(MARKUP)
+    page.get_by_label("Message", exact=True).fill("again")
+    page.keyboard.press("Enter")
+    expect(page.locator(".main > .error")).to_contain_text("<img")
+    page.get_by_role("link", name="Modules").click()
+    expect(page.get_by_role("row", name="marked")).to_contain_text("<img")
+    page.get_by_role("link", name="Probes").click()
+    page.get_by_text("Paste a probe").click()
+    page.get_by_label("Weights").fill(MARKUP)
+    page.get_by_role("button", name="Add pasted").click()
+    expect(page.get_by_role("alert")).to_contain_text("<img")
+    page.get_by_label("Prompt").fill(MARKUP)
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.get_by_role("alert").last).to_have_text(MARKUP)
+    page.get_by_role("link", name="Steer").click()
+    page.get_by_label("Prompt").fill(MARKUP)
+    page.get_by_text("Paste or open a vector").click()
+    page.get_by_label("Vector or edits").fill(MARKUP)
+    page.get_by_role("button", name="Add pasted").click()
+    expect(page.get_by_role("alert")).to_contain_text("<img")
+    page.get_by_role("button", name="Run both").click()
+    expect(page.get_by_role("alert").last).to_have_text(MARKUP)
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_contrast_and_names_of_controls(scheme: str, opened: Opened, pictures: Path) -> None:
+    """Catches text below WCAG AA's contrast, controls without a name, and a page that is wider than a laptop."""
+    opened.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    page = opened.open()
+    say(page, "Name three colours.", 12)
+    page.locator(".token").nth(2).click()
+    for view in VIEWS:
+        page.evaluate("name => { location.hash = name }", view)
+        expect(page.get_by_role("heading", level=2)).to_have_text(view.capitalize())
+        assert page.evaluate(CONTRAST) == []
+        assert page.evaluate(UNNAMED) == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.evaluate("location.hash = 'chat'")
+    if scheme == "dark":
+        page.screenshot(path=pictures / "studio-dark.png")
+
+
+def test_pure_parts(opened: Opened) -> None:
+    """Catches wrong splits of events and tokens, wrong layers, and strengths that start at another value."""
+    page = opened.open(key=None)
+    found = page.evaluate(
+        """async () => {
+          const [api, chat, edits, server, turn, ui] = await Promise.all(
+            ["api", "chat", "edits", "server", "turn", "ui"].map((name) => import(`./${name}.js`)));
+          const fault = (run) => { try { return run(); } catch (error) { return error.message; } };
+          return {
+            events: api.splitEvents("data: 1\\r\\n\\r\\n: note\\n\\ndata: 2\\n\\ndata: 3"),
+            message: [api.messageOf(400, '{"error": {"message": "no"}}'),
+              api.messageOf(502, "<h1>"), api.messageOf(500, "")],
+            layers: [chat.readLayers("4-6, 0,29"), fault(() => chat.readLayers("all")), chat.spreadLayers(30, 40, 5)],
+            visible: ui.visible(" a b\\n\u202e\u00a0"),
+            ranges: server.byReason({0: "a", 1: "a", 2: "b", 5: "a"}),
+            split: [turn.splitTexts("␞␞a␞ b␞", 2), turn.splitTexts("␞ ␞a ␞b ␞", 2), turn.splitTexts("␞␞␞a␞", 1)],
+            texts: [turn.textsOf(["a", "b"], "ab"), turn.textsOf(["\\ufffd", "\\ufffd"], "é")],
+            first: turn.firstDifference([{text: "a"}, {text: "b"}], [{text: "a"}, {text: "c"}]),
+            settled: turn.settled({id: 7, lens: {layers: [1, 2, 3], ids: [[7], [5], [7]]}}),
+            module: edits.editsOfModule(
+              {base: {post_block: {3: {vector: [1], scale: 2}}}, decode: {pre_attn: {1: [4]}}}),
+            live: [edits.live([{strength: 2}], "n", 0)[0], edits.factor(3, 0) * edits.NOTHING, edits.factor(3, 2)],
+            pasted: [edits.editsOfText("[1, 2]", {point: "post_block", layer: 4}),
+              fault(() => edits.editsOfText("3", {}))],
+          };
+        }"""
+    )
+    assert found["events"] == [["1", "2"], "data: 3"]
+    assert found["message"] == ["no", "<h1>", "HTTP 500"]
+    assert found["layers"][0] == [0, 4, 5, 6, 29] and "'all'" in found["layers"][1]
+    assert found["layers"][2] == [6, 14, 22, 29] or found["layers"][2][-1] == 29
+    assert found["visible"] == "␣a b⏎U+202EU+00A0"
+    assert found["ranges"] == [["0-1, 5", "a"], ["2", "b"]]
+    assert found["split"] == [["a", " b"], ["a", "b"], None]
+    assert found["texts"] == [["a", "b"], ["", "é"]]
+    assert (found["first"], found["settled"]) == (1, 3)
+    edit = {"kind": "add", "point": "post_block", "layers": [3], "vector": [1], "strength": 2, "tokens": "all"}
+    assert found["module"][0] == edit and found["module"][1]["tokens"] == "generated"
+    assert found["live"] == [{"strength": 2e-12, "live": "n"}, 3, 1.5]
+    assert found["pasted"][0][0]["layers"] == [4] and "list of numbers" in found["pasted"][1]

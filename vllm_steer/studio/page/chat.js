@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// Chat: each token with the sampler's alternatives and a lens by layer; an alternative forks the conversation.
+
+import { report } from "./api.js";
+import { CopyCurl, Inspector, Legend, Status, Tokens } from "./tokens.js";
+import { colour, settled, Turn } from "./turn.js";
+import { Field, html, signal, View } from "./ui.js";
+
+/**
+ * A message. Its children are continuations of the conversation; `shown` is the one that the page shows.
+ * @typedef {{role: string, text: string, turn: Turn | null, parent: Message | null, children: Message[], shown: number}} Message
+ */
+
+/** @returns {Message} */
+function message(role, text, parent, turn = null) {
+  const made = { role, text, turn, parent, children: [], shown: 0 };
+  if (parent) parent.shown = parent.children.push(made) - 1;
+  return made;
+}
+
+const root = message("root", "", null);
+const version = signal(0);
+const current = signal(null);
+const draft = signal("");
+const system = signal("");
+const temperature = signal("0");
+const seed = signal("0");
+const maxTokens = signal("128");
+const lens = signal(true);
+const topK = signal("4");
+const layers = signal("");
+const colouring = signal("depth");
+const problem = signal("");
+
+/** Return the messages that are shown, oldest first. */
+export function shownPath(from) {
+  const path = [];
+  for (let at = from; at.children.length; ) path.push((at = at.children[at.shown]));
+  return path;
+}
+
+/**
+ * Read a list of layers such as "0, 4-6, 29".
+ * @returns {number[]}
+ */
+export function readLayers(text) {
+  const found = new Set();
+  for (const part of text.split(",").map((each) => each.trim()).filter(Boolean)) {
+    const match = /^(\d+)(?:\s*-\s*(\d+))?$/.exec(part);
+    if (!match) throw new Error(`Layers: '${part}' is neither a layer nor a range such as 4-6.`);
+    const [first, last] = [Number(match[1]), Number(match[2] ?? match[1])];
+    if (last - first > 1000) throw new Error(`Layers: '${part}' has more than 1000 layers.`);
+    for (let layer = first; layer <= last; layer++) found.add(layer);
+  }
+  return [...found].sort((one, other) => one - other);
+}
+
+/** Return layers spread over the model, the last one among them, as many as the engine can record with `k` tokens each. */
+export function spreadLayers(count, columns, k, most = 10) {
+  const n = Math.min(count, most, Math.floor(columns / (2 * k)));
+  return Array.from({ length: n }, (_, i) => count - 1 - Math.round(((n - 1 - i) * count) / n));
+}
+
+function defaultLayers() {
+  const found = report.value;
+  if (!found?.num_layers) return [];
+  return spreadLayers(found.num_layers, found.limits.record_columns ?? 32, Math.max(1, Number(topK.value) || 1));
+}
+
+function settings(turn) {
+  const chosen = {
+    max_tokens: Number(maxTokens.value),
+    temperature: Number(temperature.value),
+    seed: Number(seed.value),
+  };
+  if (lens.value && report.value) {
+    turn.layers = layers.value.trim() ? readLayers(layers.value) : defaultLayers();
+    if (turn.layers.length) {
+      chosen.readouts = {
+        lens: { lens: { top_k: Number(topK.value) }, point: "post_block", layers: turn.layers, positions: [[-1, null]] },
+      };
+    }
+  }
+  return chosen;
+}
+
+function messagesTo(last) {
+  const path = [];
+  for (let at = last; at.parent; at = at.parent) path.unshift({ role: at.role, content: at.turn ? at.turn.text : at.text });
+  if (system.value.trim()) path.unshift({ role: "system", content: system.value });
+  return path;
+}
+
+async function answer(parent, prefix = []) {
+  const turn = new Turn();
+  let chosen;
+  try {
+    chosen = settings(turn);
+    problem.value = "";
+  } catch (error) {
+    problem.value = error.message;
+    return;
+  }
+  prefix.forEach((token) => turn.push({ ...token }));
+  const made = message("assistant", "", parent, turn);
+  current.value = turn;
+  version.value++;
+  const messages = messagesTo(parent);
+  if (prefix.length) {
+    messages.push({ role: "assistant", content: turn.text });
+    Object.assign(chosen, { add_generation_prompt: false, continue_final_message: true });
+  }
+  if (prefix.length) setTimeout(() => [...document.querySelectorAll(".tokens")].at(-1)?.focus(), 150);
+  await turn.run(messages, chosen);
+  made.text = turn.text;
+}
+
+function say() {
+  const text = draft.value;
+  const path = shownPath(root);
+  const last = path.at(-1) ?? root;
+  if (!text.trim() || last.turn?.state.value === "running") return;
+  draft.value = "";
+  answer(message("user", text, last));
+}
+
+function fork(owner, token, text) {
+  owner.turn.stop();
+  const kept = owner.turn.tokens.slice(0, token.index);
+  const alternative = token.top.find((each) => each.text === text);
+  answer(owner.parent, [...kept, { text, top: token.top, logprob: alternative?.logprob, lens: token.lens, scores: {}, forked: true }]);
+}
+
+function show(at, step) {
+  const { parent } = at;
+  parent.shown = (parent.shown + step + parent.children.length) % parent.children.length;
+  version.value++;
+}
+
+function colourOf(token) {
+  if (colouring.value === "depth") return colour(settled(token), 0, report.value?.num_layers ?? 1);
+  return token.logprob === undefined ? "" : colour(-token.logprob, 0, 4);
+}
+
+class Entry extends View {
+  view() {
+    const { at, onEnter } = this.props;
+    version.value;
+    const siblings = at.parent.children;
+    return html`<article class=${`message ${at.role}`}>
+      <header>
+        <strong>${at.role === "user" ? "You" : "Model"}</strong>
+        ${siblings.length > 1
+          ? html`<span class="forks">
+              <button type="button" aria-label="Previous fork" onClick=${() => show(at, -1)}>‹</button>
+              fork ${siblings.indexOf(at) + 1} of ${siblings.length}
+              <button type="button" aria-label="Next fork" onClick=${() => show(at, 1)}>›</button>
+            </span>`
+          : null}
+      </header>
+      ${at.turn
+        ? html`<${Tokens}
+              turn=${at.turn}
+              label="Tokens of the answer"
+              colourOf=${colourOf}
+              colours=${colouring.value}
+              onEnter=${onEnter}
+              onSelect=${(turn, index) => {
+                if (current.value && current.value !== turn) current.value.selected.value = -1;
+                current.value = turn;
+                turn.selected.value = index;
+              }}
+            />
+            <${Status} turn=${at.turn} /><${CopyCurl} turn=${at.turn} />`
+        : html`<p class="text">${at.text}</p>`}
+    </article>`;
+  }
+}
+
+export class Chat extends View {
+  enter = () => this.base?.querySelector?.(".inspector button")?.focus();
+
+  view() {
+    version.value;
+    const path = shownPath(root);
+    const owner = path.find((each) => each.turn && each.turn === current.value);
+    const running = path.at(-1)?.turn?.state.value === "running";
+    const depth = colouring.value === "depth";
+    return html`<div class="columns">
+      <div class="main">
+        <div class="talk">
+          ${path.length ? null : html`<p class="hint">Ask the model something. Each token of its answer carries what the layers predicted.</p>`}
+          ${path.map((at) => html`<${Entry} key=${at} at=${at} onEnter=${this.enter} />`)}
+        </div>
+        ${problem.value ? html`<p class="error" role="alert">${problem.value}</p>` : null}
+        <form
+          class="say"
+          onSubmit=${(event) => {
+            event.preventDefault();
+            say();
+          }}
+        >
+          <${Field}
+            label="Message"
+            kind="textarea"
+            rows="2"
+            value=${draft}
+            onKeyDown=${(event) => {
+              if (event.key === "Enter" && !event.shiftKey) {
+                event.preventDefault();
+                say();
+              }
+            }}
+          />
+          ${running
+            ? html`<button type="button" onClick=${() => path.at(-1).turn.stop()}>Stop</button>`
+            : html`<button type="submit" class="primary">Send</button>`}
+        </form>
+        <details class="settings">
+          <summary>Settings</summary>
+          <div class="row">
+            <${Field} label="Temperature" kind="number" step="0.1" min="0" value=${temperature} />
+            <${Field} label="Seed" kind="number" value=${seed} />
+            <${Field} label="Most tokens" kind="number" min="1" value=${maxTokens} />
+            <${Field} label="Lens" kind="checkbox" value=${lens} />
+            <${Field} label="Tokens per layer" kind="number" min="1" max="20" value=${topK} />
+            <${Field} label="Layers" value=${layers} placeholder=${defaultLayers().join(", ")} hint="such as 0, 4-6, 29" />
+            <${Field} label="System message" value=${system} />
+          </div>
+        </details>
+      </div>
+      <aside class="side" aria-label="Selected token">
+        <${Field}
+          label="Colour"
+          kind="select"
+          value=${colouring}
+          options=${[
+            ["depth", "layer from which the token is on top"],
+            ["surprise", "improbability"],
+          ]}
+        />
+        <${Legend}
+          what=${depth ? "On top from layer" : "Probability"}
+          low=${depth ? "0" : "high"}
+          high=${depth ? String((report.value?.num_layers ?? 1) - 1) : "low"}
+        />
+        <${Inspector} turn=${current.value} onFork=${owner ? (token, text) => fork(owner, token, text) : null} />
+      </aside>
+    </div>`;
+  }
+}

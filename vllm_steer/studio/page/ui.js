@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rendering: Preact with htm, and signals for state. Text reaches the page only as text nodes and attributes.
+
+import htm from "./vendor/htm.js";
+import { Component, h, options, render } from "./vendor/preact.js";
+import { batch, computed, effect, signal, untracked } from "./vendor/signals.js";
+
+export { batch, Component, computed, effect, render, signal, untracked };
+export const html = htm.bind(h);
+
+// At most one rendering per frame, however many tokens arrive. Hidden tabs have no frames, so a timer stands in.
+options.debounceRendering = (run) => {
+  let done = false;
+  const once = () => {
+    if (!done) {
+      done = true;
+      run();
+    }
+  };
+  requestAnimationFrame(once);
+  setTimeout(once, 100);
+};
+
+/** A component that renders again when a signal changes that its method `view` has read. */
+export class View extends Component {
+  /** @returns {any} the content */
+  view() {
+    throw new Error("not implemented");
+  }
+
+  render() {
+    let content;
+    let first = true;
+    this.stop?.();
+    this.stop = effect(() => {
+      if (first) {
+        first = false;
+        content = this.view();
+      } else {
+        this.forceUpdate();
+      }
+    });
+    return content;
+  }
+
+  componentWillUnmount() {
+    this.stop?.();
+  }
+}
+
+/** Return a handler that stores the value of a field in a signal. */
+export const into = (target) => (event) => {
+  target.value = event.target.type === "checkbox" ? event.target.checked : event.target.value;
+};
+
+/** Return the chosen one of `[value, text]` pairs: the first one unless the signal has another. */
+export const chosenOf = (value, choices) => (choices.some(([name]) => name === value.value) ? value.value : (choices[0]?.[0] ?? ""));
+
+let fields = 0;
+
+/** A labelled field: `kind` is "text", "number", "checkbox", "password", "select" or "textarea". */
+export class Field extends View {
+  id = `field-${++fields}`;
+
+  view() {
+    const { label, kind = "text", value, options: choices, hint, onKeyDown, ...rest } = this.props;
+    const common = { id: this.id, onKeyDown, ...rest };
+    let control;
+    if (kind === "select") {
+      const chosen = chosenOf(value, choices);
+      control = html`<select ...${common} value=${chosen} onChange=${into(value)}>
+        ${choices.map(([name, text]) => html`<option value=${name} selected=${name === chosen}>${text}</option>`)}
+      </select>`;
+    } else if (kind === "textarea") {
+      control = html`<textarea ...${common} value=${value.value} onInput=${into(value)} />`;
+    } else if (kind === "checkbox") {
+      control = html`<input ...${common} type="checkbox" checked=${value.value} onChange=${into(value)} />`;
+    } else {
+      control = html`<input ...${common} type=${kind} value=${value.value} onInput=${into(value)} />`;
+    }
+    return html`<div class=${`field ${kind}`}>
+      <label for=${this.id}>${label}</label>${control}${hint ? html`<span class="hint">${hint}</span>` : null}
+    </div>`;
+  }
+}
+
+/** Show white space and control characters, also those that turn the direction of text, as visible signs. */
+export const visible = (text) =>
+  text
+    .replaceAll("\n", "⏎")
+    .replaceAll("\t", "⇥")
+    .replace(/^ +| +$/g, (run) => "␣".repeat(run.length))
+    .replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\u00a0]/gu, (sign) => `U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`);
+
+/** Format a number with at most `digits` significant digits. */
+export const short = (value, digits = 3) => (value === null || value === undefined ? "–" : String(Number(value.toPrecision(digits))));
+
+/** Format the probability of a log-probability. */
+export const percent = (logprob) => {
+  const value = 100 * Math.exp(logprob);
+  return value >= 10 ? `${value.toFixed(0)} %` : value >= 0.1 ? `${value.toFixed(1)} %` : "< 0.1 %";
+};
