@@ -13,7 +13,7 @@ IN_PARALLEL := -n 2 --dist loadfile
 FAST := tests/demo tests/metrics tests/models tests/program tests/registry tests/repo \
 	tests/server/auth tests/server/http tests/server/quota tests/request tests/taps
 # Tests of what uses vLLM, for a version without a CPU build. Two compare records of proofs, which are those of the CPU build.
-NEWEST := tests/compat tests/plugin tests/frontend tests/models tests/server/http \
+NEWEST := tests/compat tests/plugin tests/frontend tests/models tests/server/http tests/server/test_batch.py \
 	$(patsubst %,tests/engine/test_%.py,admission cache cache_keys capture gates mixing overflow replace) \
 	--deselect tests/models/test_digests.py::test_table_matches_the_installed_packages \
 	--deselect tests/models/test_recipes.py::test_every_registered_architecture_has_a_status

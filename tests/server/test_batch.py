@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import subprocess
 import threading
@@ -67,9 +68,9 @@ async def responses_to(
     made: list[Any] = []
 
     async def all_lines(engine_client: Any, args: Any) -> None:
-        # vLLM 0.33 has no tracker of the progress.
-        tracker = getattr(run_batch, "BatchProgressTracker", None)
-        rest = () if tracker is None else (tracker(),)
+        # vLLM 0.33's function takes no tracker of the progress.
+        takes_tracker = "tracker" in inspect.signature(run_batch.run_request).parameters
+        rest = (run_batch.BatchProgressTracker(),) if takes_tracker else ()
         made.extend([await run_batch.run_request(handler, request, *rest) for request in requests])
 
     await batch.run(all_lines, FakeEngine() if engine is None else engine, Namespace(**flags))
