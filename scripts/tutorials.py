@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, ASSETS = ROOT / "docs" / "tutorials", ROOT / "docs" / "assets"
-PAGES: tuple[str, ...] = ("which-layer-knows",)
+PAGES = ("which-layer-knows", "monitor", "tone")
 """In the order in which they run: a later one may read files of an earlier one."""
 PUBLISHED, LOCAL = "HuggingFaceTB/SmolLM2-135M-Instruct", ROOT / ".models" / "SmolLM2-135M-Instruct"
 SERVER = "http://localhost:8000"
@@ -163,7 +163,7 @@ def run_pages(
         for space in spaces.values():
             space.pop("llm", None)
         engines.close()
-        if any(later.values()):
+        if any(cell.kind == "python" for rest in later.values() for cell in rest):
             with serve(flags) as url:
                 for name, rest in later.items():
                     there = [cell._replace(text=cell.text.replace(SERVER, url)) for cell in rest]

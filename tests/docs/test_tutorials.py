@@ -91,6 +91,25 @@ def test_the_capital_moves_from_the_country_to_the_last_token(ran: Ran) -> None:
     assert readable >= moved
 
 
+@pytest.mark.slow
+def test_the_monitor_stops_violence_only(ran: Ran) -> None:
+    """Catches a probe that learned nothing, a bound that is never crossed, and a stop at any text."""
+    space = ran.spaces["monitor"]
+    assert space["right"][space["LAYER"]] >= 0.85
+    assert all(space["highest"](scores) <= space["bound"] for scores in space["calm"])
+    stopped = [answer.stop_reason is not None for answer in space["watched"]]
+    assert stopped == [True, False, False]
+
+
+@pytest.mark.slow
+def test_the_tone_is_beyond_random_vectors(ran: Ran) -> None:
+    """Catches a vector without an effect of its own, and text that is not text."""
+    space = ran.spaces["tone"]
+    best = space["best"]
+    assert space["effect"][best] > 1.5 * abs(space["found"]).max()
+    assert space["cost"][best] <= 2 * space["cost"][0]
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_notebooks_are_those_of_the_pages(name: str) -> None:
     """Catches a notebook that was edited, and a page that was changed without its notebook."""
