@@ -143,5 +143,7 @@ LAB = "docs/guides/lab.md"
 @pytest.mark.skipif(not (ROOT / ".models/SmolLM2-135M-Instruct").exists(), reason="run `make model`")
 def test_lab_guide_runs() -> None:
     """Catches an example that no longer runs, and a vector without effect."""
-    score = "[sorted(directions)[::13], directions[12].auroc > 0.8]"
-    assert run_python(offline_blocks(LAB), score) == [[6, 19], True]
+    made, studied = "sorted(directions)[::13], directions[12].auroc > 0.8", "len(result.choice), len(result.held_out)"
+    written = "result.verdict in open('dose.html').read(), str(expression)"
+    shown = run_python(offline_blocks(LAB), f"[{made}, {studied}, {written}]")
+    assert shown == [[6, 19], True, 2, 2 * (2 + 4 + 5), True, "0.2 happy@first:20 + 0.5 ablate happy@after:20"]

@@ -36,7 +36,7 @@ def rows_of(given: Examples, effect: float, shared: float = 3.0) -> np.ndarray:
     return signed
 
 
-def made(given: Examples, rows: np.ndarray, method: Method) -> Directions:
+def made(given: Examples, rows: np.ndarray, method: Method) -> dict[int, Direction]:
     return directions_of(Activations("m", "post_block", {7: rows.astype(np.float32)}, {7: 10.0}, 9), given, method)
 
 

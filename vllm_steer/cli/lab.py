@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer make``: directions from examples."""
+"""``vllm-steer make`` and ``dose``: directions from examples, and what they do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_steer.cli.engine import start_engine
-from vllm_steer.cli.output import check_output, failing_on, print_table
+from vllm_steer.cli.output import check_image, check_output, failing_on, print_table
 
 Model = Annotated[str, typer.Option(help="The model, a name or a folder. Options of vLLM's engine may follow.")]
 Layers = Annotated[str, typer.Option(help='Layers such as 12, "8,12", 8:24 or 8:24:4; or all. Layers count from 0.')]
@@ -29,9 +29,7 @@ def make(
         str | None, typer.Option(help="Tokens of each text, such as assistant; all but the first by default.")
     ] = None,
     pool: Annotated[str, typer.Option(help="mean or last of the tokens' rows.")] = "mean",
-    best: Annotated[
-        bool, typer.Option("--best", help="Write only the layer that separates unseen examples best.")
-    ] = False,
+    best: Annotated[bool, typer.Option("--best", help="Write only the layer with the largest AUROC.")] = False,
     seed: Seed = 0,
 ) -> None:
     """Make a direction at each layer from examples, and write them as a module or a control vector.
@@ -82,3 +80,83 @@ def read_layer_range(text: str) -> Any:
         raise
     except (ValueError, TypeError):
         raise SteeringError("layers", f"{text!r} is not 12, 8,12, 8:24, 8:24:4 or all") from None
+
+
+def dose(
+    context: typer.Context,
+    vectors: Annotated[Path, typer.Argument(metavar="VECTORS", help="A file of vectors in any format.")],
+    prompts: Annotated[Path, typer.Option(help="JSON lines of at least 8 prompts, half of which are held out.")],
+    model: Model,
+    out: Annotated[Path, typer.Option(help="File of JSON lines for the texts; an interrupted study goes on there.")],
+    words: Annotated[str | None, typer.Option(help="Score: words that count, with commas.")] = None,
+    against: Annotated[str, typer.Option(help="With --words: words that count negatively.")] = "",
+    score: Annotated[str | None, typer.Option(help="Score: MODULE:FUNCTION of prompt and text.")] = None,
+    doses: Annotated[str, typer.Option(help="Doses, with commas.")] = "0.1,0.2,0.3,0.5,0.7,1",
+    layers: Annotated[str | None, typer.Option(help="Layers as in make; all of the file by default.")] = None,
+    examples: Annotated[Path | None, typer.Option(help="The examples, for controls with shuffled labels.")] = None,
+    controls: Annotated[int, typer.Option(help="Random directions.")] = 20,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a text.")] = 48,
+    chat: Annotated[bool, typer.Option(help="Whether prompts are messages of a user.")] = True,
+    html: Annotated[Path | None, typer.Option(help="Write the verdict and all numbers to this page.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the picture to this image.")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="Write all texts to this Parquet file.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Measure the effect and the cost of vectors at layers and doses, beside controls, and print a verdict."""
+    from vllm_steer.errors import SteeringError
+
+    for path in (html, plot, parquet):
+        if path is not None:
+            check_output(path)
+    if html is not None or plot is not None:
+        check_image(plot or Path("page.png"))
+    with failing_on(SteeringError):
+        from vllm_steer.lab.directions import Directions
+        from vllm_steer.lab.dose_study import dose as study
+        from vllm_steer.lab.examples import read_examples, read_prompts
+
+        # Before the model is loaded, which takes long.
+        given: dict[str, Any] = {
+            "score": _score(words, against, score), "doses": _numbers(doses), "controls": controls, "seed": seed,
+            "examples": None if examples is None else read_examples(examples), "max_tokens": max_tokens, "out": out,
+            "layers": None if layers is None else read_layer_range(layers),
+        }  # fmt: skip
+        made, read = Directions.load(vectors), read_prompts(prompts, chat=chat)
+        result = study(start_engine(model, context.args, "dose"), made, read, use_tqdm=True, **given)
+        for path, write in ((html, result.to_html), (plot, result.plot), (parquet, result.save)):
+            if path is not None:
+                write(path)
+    columns = ("prompts", "layer", "dose", "effect", "low", "high", "perplexity", "wrong_way", "coherent")
+    cells = [each for each in (*result.choice, *result.held_out) if each.kind == "vector" and each.dose > 0]
+    values = ([getattr(cell, name) for name in columns] for cell in cells)
+    print_table(columns, (tuple(f"{v:.3g}" if isinstance(v, float) else v for v in line) for line in values))
+    typer.echo(result.verdict)
+
+
+def _score(words: str | None, against: str, function: str | None) -> Any:
+    """Return the score of the options; raise SteeringError for none, two, or a function that cannot be imported."""
+    import sys
+    from importlib import import_module
+
+    from vllm_steer.errors import SteeringError
+    from vllm_steer.lab.scores import Keywords
+
+    if (words is None) == (function is None):
+        raise SteeringError("score", "give --words or --score MODULE:FUNCTION")
+    if words is not None:
+        return Keywords(*([word.strip() for word in text.split(",") if word.strip()] for text in (words, against)))
+    module, _, name = str(function).partition(":")
+    sys.path.insert(0, "")  # the present folder, as for a script
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SteeringError("score", f"{function} cannot be imported: {error}; give MODULE:FUNCTION") from None
+
+
+def _numbers(text: str) -> list[float]:
+    from vllm_steer.errors import SteeringError
+
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise SteeringError("doses", f"{text!r} is not a list of numbers such as 0.1,0.2") from None

@@ -73,3 +73,12 @@ def failing_on(*errors: type[Exception]) -> Iterator[None]:
         raise
     except errors as error:
         raise fail(error) from None
+
+
+def check_image(path: Path) -> None:
+    """End the command unless matplotlib is installed and can write an image of this name."""
+    with failing_on(ImportError):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    types = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in types:
+        raise fail(f"--plot {path}: unknown suffix {path.suffix}; use one of {', '.join(sorted(types))}")

@@ -12,7 +12,7 @@ import typer
 
 from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, connect
 from vllm_steer.cli.engine import start_engine
-from vllm_steer.cli.output import check_output, fail, failing_on, print_table
+from vllm_steer.cli.output import check_image, check_output, fail, failing_on, print_table
 
 if TYPE_CHECKING:
     from vllm_steer.patching import PatchingResult
@@ -49,7 +49,7 @@ def patch(
         if path is not None:
             check_output(path)
     if plot is not None:
-        _check_image(plot)
+        check_image(plot)
     try:
         body = _read(study)
         if model is None:
@@ -69,15 +69,6 @@ def patch(
     if plot is not None:
         result.plot(plot)
     _print(result)
-
-
-def _check_image(path: Path) -> None:
-    """End the command unless matplotlib is installed and can write an image of this name."""
-    with failing_on(ImportError):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    types = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in types:
-        raise fail(f"--plot {path}: unknown suffix {path.suffix}; use one of {', '.join(sorted(types))}")
 
 
 def _read(path: Path) -> dict[str, Any]:

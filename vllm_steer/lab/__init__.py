@@ -1,8 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From texts to a direction in the residual stream."""
+"""From texts to a direction whose effect, cost and range of doses are known."""
 
 from vllm_steer.lab.directions import Direction, Directions
+from vllm_steer.lab.dose_result import DoseResult
+from vllm_steer.lab.dose_study import dose
 from vllm_steer.lab.examples import Examples, read_examples
+from vllm_steer.lab.expression import Expression
 from vllm_steer.lab.methods import make
+from vllm_steer.lab.scores import Keywords, ProbeScore
 
-__all__ = ["Direction", "Directions", "Examples", "make", "read_examples"]
+__all__ = [
+    "Direction",
+    "Directions",
+    "DoseResult",
+    "Examples",
+    "Expression",
+    "Keywords",
+    "ProbeScore",
+    "dose",
+    "make",
+    "read_examples",
+]

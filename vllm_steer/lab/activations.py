@@ -84,34 +84,25 @@ def collect(
     """
     read_choice(pool, POOLS, "pool")
     facts, name, numbers = read_site_layers(llm, point, layers)
-    where = [list(each) if isinstance(each, tuple) else each for each in positions]
+    if not isinstance(positions, str):
+        positions = [list(each) if isinstance(each, tuple) else each for each in positions]
+    spec: dict[str, Any] = {"hooks": {name: list(numbers)}, "positions": positions, "dtype": "float32"}
     pooled: dict[int, list[Array]] = {layer: [] for layer in numbers}
     lengths: dict[int, list[Array]] = {layer: [] for layer in numbers}
     longest = 0
     for start in range(0, len(texts), _BATCH):
         batch = list(texts[start : start + _BATCH])
         try:
-            states = capture_hidden_states(
-                llm,
-                batch,
-                hooks={name: list(numbers)},
-                positions=positions if isinstance(positions, str) else where,
-                dtype="float32",
-                chat_kwargs={"add_generation_prompt": answer} if isinstance(batch[0][0], dict) else None,
-                use_tqdm=use_tqdm,
-            )
+            chat = {"add_generation_prompt": answer} if isinstance(batch[0][0], dict) else None
+            states = capture_hidden_states(llm, batch, **spec, chat_kwargs=chat, use_tqdm=use_tqdm)
         except (RuntimeError, SteeringError) as error:  # such as a text without a token at the positions
             raise SteeringError("texts", f"of the batch from text {start} on: {error}") from None
         longest = max(longest, *(len(request.prompt_token_ids) for request in states))
         for layer in numbers:
-            for rows in states.tensors(name, layer):
-                array = rows.numpy()
+            for tensor in states.tensors(name, layer):
+                array = tensor.numpy()
                 pooled[layer].append(array[-1] if pool == "last" else array.mean(0))
                 lengths[layer].append(np.linalg.norm(array, axis=1))
-    return Activations(
-        facts.model,
-        name,
-        {layer: np.stack(rows) for layer, rows in pooled.items()},
-        {layer: float(np.median(np.concatenate(each))) for layer, each in lengths.items()},
-        longest,
-    )
+    rows = {layer: np.stack(each) for layer, each in pooled.items()}
+    streams = {layer: float(np.median(np.concatenate(each))) for layer, each in lengths.items()}
+    return Activations(facts.model, name, rows, streams, longest)

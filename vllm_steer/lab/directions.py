@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.lab.activations import WITHOUT_FIRST, Array
@@ -74,10 +73,8 @@ class Direction:
     def probe(self, **fields: Any) -> dict[str, Any]:
         """Return a readout: the component along the direction, 1 at the mean of the positives and -1 at the other's."""
         scale = 2 / self.distance
-        bias = -scale * self._middle
-        return {
-            "probe": self.unit * np.float32(scale), "bias": bias, "point": self.point, "layer": self.layer, **fields
-        }  # fmt: skip
+        where = {"point": self.point, "layer": self.layer}
+        return {"probe": self.unit * np.float32(scale), "bias": -scale * self._middle, **where, **fields}
 
     @property
     def _middle(self) -> float:
@@ -117,6 +114,11 @@ class Directions(Mapping[int, Direction]):
 
     def __len__(self) -> int:
         return len(self.by_layer)
+
+    @property
+    def point(self) -> PointName:
+        """The hook point."""
+        return next(iter(self.values())).point
 
     @property
     def best(self) -> int:
@@ -161,15 +163,12 @@ class Directions(Mapping[int, Direction]):
         Raises:
             SteeringError: There is no such layer, or the file cannot be written.
         """
-        chosen = {layer: self.get(layer) for layer in (self if layers is None else layers)}
-        if missing := [layer for layer, each in chosen.items() if each is None]:
+        chosen = list(self if layers is None else layers)
+        if missing := [layer for layer in chosen if layer not in self]:
             raise SteeringError("layers", f"has no direction of layer {missing[0]}; use some of {list(self)}")
-        vectors: dict[str, dict[str, npt.NDArray[np.float32]]] = {}
-        streams, aurocs = {}, {}
-        for layer, each in chosen.items():
-            if each is not None:
-                vectors.setdefault(each.point, {})[str(layer)] = each.vector
-                streams[str(layer)], aurocs[str(layer)] = float(f"{each.stream:.6g}"), round(each.auroc, 4)
+        vectors = {self.point: {str(layer): self[layer].vector for layer in chosen}}
+        streams = {str(layer): float(f"{self[layer].stream:.6g}") for layer in chosen}
+        aurocs = {str(layer): round(self[layer].auroc, 4) for layer in chosen}
         about = {**self.provenance, "stream": json.dumps(streams), "auroc": json.dumps(aurocs)}
         metadata = parse_metadata({"model": self.model, "provenance": {"method": self.method, **about}})
         target = Path(path)

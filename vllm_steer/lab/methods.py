@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -61,35 +62,25 @@ def make(
     read_choice(method, METHODS, "method")
     read = read_examples(examples)
     found = collect(llm, read.texts, point=point, layers=layers, positions=positions, pool=pool, use_tqdm=use_tqdm)
-    about = {
-        "examples": f"{len(read.texts)} texts, sha256 {read.digest}",
-        "positions": positions if isinstance(positions, str) else json.dumps(positions, default=str),
-        "pool": pool,
-        "by": f"vllm-steer {__version__}",
-    }
-    return directions_of(found, read, method, seed=seed, provenance=about)
+    where = positions if isinstance(positions, str) else json.dumps(positions, default=str)
+    about = {"examples": f"{len(read.texts)} texts, sha256 {read.digest}", "positions": where, "pool": pool}
+    about["by"] = f"vllm-steer {__version__}"
+    return Directions(directions_of(found, read, method, seed), found.model, method, about)
 
 
-def directions_of(
-    found: Activations,
-    examples: Examples,
-    method: Method,
-    *,
-    seed: int = 0,
-    provenance: Mapping[str, str] | None = None,
-) -> Directions:
+def directions_of(found: Activations, examples: Examples, method: Method, seed: int = 0) -> dict[int, Direction]:
     """Return the direction of each layer of activations."""
     fold = folds(examples.groups, examples.labels, _FOLDS, seed)
     directions = {}
     for layer, array in found.rows.items():
-        rows = array.astype(np.float64)
+        rows, stream = array.astype(np.float64), found.streams[layer]
         try:
-            unit, distance, centre = fit(rows, examples, method, _LEAST * found.streams[layer])
+            unit, distance, centre = fit(rows, examples, method, _LEAST * stream)
         except ValueError as error:
             raise SteeringError("examples", f"have no direction at {found.point} of layer {layer}: {error}") from None
-        numbers = (found.streams[layer], distance, centre.astype(np.float32), _held_out(rows, examples, method, fold))
+        numbers = (stream, distance, centre.astype(np.float32), _held_out(rows, examples, method, fold))
         directions[layer] = Direction(found.point, layer, unit.astype(np.float32), *numbers)
-    return Directions(directions, found.model, method, provenance or {})
+    return directions
 
 
 def fit(rows: Floats, examples: Examples, method: Method, least: float = 0.0) -> tuple[Floats, float, Floats]:
@@ -163,11 +154,7 @@ def _held_out(rows: Floats, examples: Examples, method: Method, fold: npt.NDArra
     scores = np.full(len(rows), np.nan)
     for number in np.unique(fold):
         test = fold == number
-        others = Examples(
-            tuple(text for text, out in zip(examples.texts, test, strict=True) if not out),
-            examples.labels[~test],
-            examples.paired,
-        )
+        others = replace(examples, labels=examples.labels[~test])  # the texts are not needed
         if len(set(others.labels.tolist())) < 2:
             return float("nan")
         try:

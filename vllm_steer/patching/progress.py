@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress bar of a sweep."""
+"""Progress bar of a sweep or another study."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Progress:
     """A bar on stderr with the number of cells, the failures and the cache hit rate."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "patching") -> None:
         self._bar = progress.Progress(
-            progress.TextColumn("patching"),
+            progress.TextColumn(name),
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeRemainingColumn(),
@@ -39,7 +39,7 @@ class Progress:
         self._bar.update(self._task, total=total, advance=new, note=note)
 
     def count(self, total: int, new: int, failed: int) -> None:
-        """Add ``new`` cells of a study that runs on a server."""
+        """Add ``new`` cells of a study without a result of its own here, such as one that runs on a server."""
         self._bar.update(self._task, total=total, advance=new, note=f"{failed} failed" if failed else "")
 
     def __enter__(self) -> Self:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering expressions: ``0.7 calm@answer - 0.3 formal + ablate refusal when suspicion > 0.5``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.lab.directions import Directions
+from vllm_steer.request import Edit
+from vllm_steer.request.scalars import shown
+
+_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
+_NAME = r"(?!(?:when|ablate)\b)[A-Za-z][\w.-]*"
+_TERM = re.compile(
+    rf"\s*(?P<sign>[+-])?\s*(?P<dose>{_NUMBER})?\s*(?:(?P<kind>ablate)\s+)?(?P<name>{_NAME})"
+    rf"(?:@(?P<part>[a-z_]+)(?::(?P<count>\d+))?)?"
+    rf"(?:\s+when\s+(?P<readout>{_NAME})\s*(?P<side>[<>])\s*(?P<bound>-?{_NUMBER}))?(?=\s|$)"
+)
+_COUNTED: Mapping[str, Any] = {"first": lambda count: [[0, count]], "after": lambda count: [[count, None]]}
+"""Parts with a number: generated tokens up to it, and from it on."""
+_EXAMPLE = "0.7 calm@answer - 0.3 formal + ablate refusal when suspicion > 0.5"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One vector of an expression."""
+
+    name: str
+    dose: float = 1.0
+    """Dose, negative after a minus; for ``ablate`` the share of the component that is removed."""
+    ablate: bool = False
+    part: str | None = None
+    """Tokens as in `Edit`, such as ``answer``, or ``first:20`` and ``after:20``; None for all."""
+    when: tuple[str, str, float] | None = None
+    """Readout, ``>`` or ``<``, and bound."""
+
+    def __str__(self) -> str:
+        number = "" if self.ablate and self.dose == 1 else f"{_number(abs(self.dose))} "
+        text = f"{number}{'ablate ' if self.ablate else ''}{self.name}"
+        text += f"@{self.part}" if self.part else ""
+        return text + (f" when {self.when[0]} {self.when[1]} {_number(self.when[2])}" if self.when else "")
+
+    def fields(self) -> dict[str, Any]:
+        """Return the arguments of `Edit` for tokens and condition."""
+        found: dict[str, Any] = {}
+        if self.part is not None:
+            kind, _, count = self.part.partition(":")
+            found["tokens"] = {"generated": _COUNTED[kind](int(count))} if count else kind
+        if self.when is not None:
+            readout, side, bound = self.when
+            found["when"] = {"readout": readout, "above" if side == ">" else "below": bound}
+        return found
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A sum of vectors, each with a dose, the tokens that it steers, and a condition."""
+
+    terms: tuple[Term, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Expression:
+        """Read an expression; ``str`` of the result is an equal expression.
+
+        Raises:
+            SteeringError: The text has another form; the error shows the place.
+        """
+        terms: list[Term] = []
+        end = 0
+        while text[end:].strip():
+            match = _TERM.match(text, end)
+            if match is None or (terms and not match["sign"]):
+                raise SteeringError("expression", f"cannot be read from {shown(text[end:])} on; write it as {_EXAMPLE}")
+            terms.append(_term(match))
+            end = match.end()
+        if not terms:
+            raise SteeringError("expression", f"is empty; write it as {_EXAMPLE}")
+        return cls(tuple(terms))
+
+    def __str__(self) -> str:
+        text = "".join(f" {'-' if np.signbit(term.dose) else '+'} {term}" for term in self.terms)
+        return text.removeprefix(" + ").strip()
+
+    def edits(self, vectors: Mapping[str, Directions | str | Path]) -> list[Edit]:
+        """Return the edits, for `SamplingParams.steering`.
+
+        Args:
+            vectors: Directions, or files of them, by the names of the expression. All of their layers are steered.
+
+        Raises:
+            SteeringError: A name has no vectors, or a file does not tell the length of the stream, so that a dose has
+                no meaning.
+        """
+        loaded: dict[str, Directions] = {}
+        edits = []
+        for term in self.terms:
+            if term.name not in vectors:
+                known = ", ".join(vectors) or "none"
+                raise SteeringError("expression", f"names {term.name}, which is not among the vectors: {known}")
+            given = vectors[term.name]
+            if term.name not in loaded:
+                loaded[term.name] = given if isinstance(given, Directions) else Directions.load(given)
+            for layer, direction in loaded[term.name].items():
+                if term.ablate:
+                    where: dict[str, Any] = {"point": direction.point, "layers": layer, "vector": direction.unit}
+                    edits.append(Edit("ablate", strength=term.dose, **where, **term.fields()))
+                else:
+                    edits.append(direction.add(term.dose, **term.fields()))
+        return edits
+
+
+def _number(value: float) -> str:
+    """Return a number as an expression has it: exact, without an exponent."""
+    return np.format_float_positional(value, trim="-")
+
+
+def _term(match: re.Match[str]) -> Term:
+    part, count = match["part"], match["count"]
+    if (part in _COUNTED) != (count is not None):
+        problem = f"has @{part}{'' if count is None else ':' + count}; a number is for {' and '.join(_COUNTED)} only"
+        raise SteeringError("expression", problem)
+    dose = float(match["dose"] or 1) * (-1 if match["sign"] == "-" else 1)
+    if match["kind"] and not 0 < dose <= 1:
+        raise SteeringError("expression", f"ablates {dose:g} of {match['name']}; the share is above 0 and at most 1")
+    when = None if match["readout"] is None else (match["readout"], match["side"], float(match["bound"]))
+    return Term(match["name"], dose, bool(match["kind"]), part if count is None else f"{part}:{count}", when)
