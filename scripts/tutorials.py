@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -123,8 +124,8 @@ def run(blocks: Sequence[Cell], namespace: Namespace, name: str) -> list[str]:
     printed = []
     for number, block in enumerate(each for each in blocks if each.kind == "python"):
         sink = io.StringIO()
-        with contextlib.redirect_stdout(sink):
-            exec(compile(block.text, f"{name}, block {number}", "exec"), namespace)  # noqa: S102
+        namespace["print"] = partial(print, file=sink)  # not stdout, which has vLLM's log as well
+        exec(compile(block.text, f"{name}, block {number}", "exec"), namespace)  # noqa: S102
         printed.append(sink.getvalue())
     return printed
 
