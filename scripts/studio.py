@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -55,8 +54,12 @@ def main() -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait()
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:  # interrupted during its start
+            server.kill()
+            server.wait()
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
