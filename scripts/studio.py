@@ -76,7 +76,7 @@ def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
 def register_mood(url: str, api_key: str | None = None) -> None:
     """Register the module ``mood``: the direction from sad to happy sentences, and a probe of it.
 
-    The direction is the difference of the means of the stream over the sentences, as in ``demo/directions.py``.
+    The direction is the difference of the means of the stream over the sentences, as in ``vllm_steer.lab``.
     """
     plus, minus = ([pair[n] for pair in MOOD.pairs] for n in (0, 1))
     spec = {"hooks": {"post_block": [LAYER]}, "positions": [[1, None]], "dtype": "float32"}

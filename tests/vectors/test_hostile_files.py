@@ -66,6 +66,7 @@ REFUSED: dict[str, tuple[bytes, Choice, str]] = {
     "JSON with another layer in its hook": (
         json.dumps({**VECTOR, "hookType": "hook_resid_post", "layerNumber": 3}).encode(), Choice(), "another site",
     ),
+    "JSON with a layer that is no number": (json.dumps({**VECTOR, "layerNumber": True}).encode(), Choice(), "must be"),
     "JSON with another layer": (json.dumps({**VECTOR, "layerNumber": 3}).encode(), Choice(), "another site"),
     "JSON with two vectors": (json.dumps({**VECTOR, "vector": [1.0]}).encode(), Choice(), "values and vector"),
     "JSON with half of a character": (json.dumps(VECTOR).encode()[:-1] + b', "x": "\xed\xa0\x80"}', Choice(), "JSON"),

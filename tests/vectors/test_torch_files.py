@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
+import tracemalloc
+import zipfile
 from collections import OrderedDict
 from typing import Any
 
@@ -86,9 +89,10 @@ def text(value: str) -> bytes:
     return b"X" + len(value).to_bytes(4, "little") + value.encode()
 
 
-def view(offset: int = 0, size: int = 8, step: int = 1, key: str = "0", kind: str = "Float") -> bytes:
+def view(offset: int = 0, size: int = 8, step: int = 1, key: str = "0", kind: str = "Float", stored: int = 8) -> bytes:
     """Return the instructions of a vector."""
-    storage = b"(" + text("storage") + f"ctorch\n{kind}Storage\n".encode() + text(key) + text("cpu") + number(8) + b"tQ"
+    name = f"ctorch\n{kind}Storage\n".encode()
+    storage = b"(" + text("storage") + name + text(key) + text("cpu") + number(stored) + b"tQ"
     shape = number(size) + b"\x85" + number(step) + b"\x85"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + number(offset) + shape + b"\x89N" + b"tR"
 
@@ -97,6 +101,8 @@ def items(*pairs: tuple[bytes, bytes]) -> bytes:
     return b"\x80\x02}(" + b"".join(map(b"".join, pairs)) + b"u."
 
 
+NEGATED = torch.complex(torch.zeros(8), torch.arange(8.0)).conj().imag
+"""A tensor whose numbers are stored with the other sign."""
 REFUSED: dict[str, tuple[bytes, str]] = {
     "a call": (archive(b"\x80\x02cos\nsystem\n" + text("true") + b"\x85R."), "would call 'os system'"),
     "a call of torch": (archive(b"\x80\x02ctorch.hub\nload\n)R."), "would call 'torch.hub load'"),
@@ -117,13 +123,25 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a name twice": (archive(items((text("a"), view()), (text("a"), view()))), "two tensors with one name"),
     "a name of nested tuples": (archive(items((b")" + b"\x85" * 900, view()))), "not texts or integers"),
     "items of a tensor": (archive(b"\x80\x02" + view() + text("a") + number(1) + b"s."), "not texts or integers"),
+    "a negated view": (pt(NEGATED), "metadata, such as a negated view"),
+    "a negated view in a dictionary": (pt({"layers.1": NEGATED}), "metadata, such as a negated view"),
+    "more numbers than stated": (archive(b"\x80\x02" + view() + b".", numbers=bytes(40)), "another size"),
+    "numbers of another type": (archive(b"\x80\x02" + view(kind="Half") + b"."), "another size"),
+    "numbers of two types": (
+        archive(items((text("a"), view()), (text("b"), view(kind="Half"))), numbers=bytes(32)), "damaged",
+    ),
+    "a short call": (archive(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n" + text("x") + b"\x85R."), "would call"),
+    "many instructions": (archive(b"\x80\x02)" + b"\x85" * (1 << 16) + b"."), "over 65536 pickle instructions"),
+    "values below a mark": (archive(b"\x80\x02" + text("a") + b"(" + view() + b"\x860."), "damaged"),
+    "a value too many": (archive(b"\x80\x02N" + view() + b"."), "damaged"),
     "numbers beyond the data": (archive(b"\x80\x02" + view(offset=1) + b"."), "beyond its data"),
     "steps beyond the data": (archive(b"\x80\x02" + view(size=4, step=3) + b"."), "beyond its data"),
     "a negative offset": (archive(b"\x80\x02" + view(offset=-1) + b"."), "has a tensor of shape"),
     "a negative step": (archive(b"\x80\x02" + view(offset=7, step=-1) + b"."), "has a tensor of shape"),
     "a number that is repeated": (archive(b"\x80\x02" + view(size=1 << 30, step=0) + b"."), "fewer numbers"),
     "numbers that are shared": (
-        archive(items(*((number(n), view(size=8000)) for n in range(9))), numbers=bytes(32000)), "fewer numbers",
+        archive(items(*((number(n), view(size=8000, stored=8000)) for n in range(9))), numbers=bytes(32000)),
+        "fewer numbers",
     ),
     "numbers of another member": (archive(b"\x80\x02" + view(key="../a/data.pkl") + b"."), "damaged"),
     "numbers that are missing": (archive(b"\x80\x02" + view(key="1") + b"."), "damaged"),
@@ -153,8 +171,6 @@ def test_refuses(case: str) -> None:
 
 def test_older_files_are_refused() -> None:
     """Catches a file without an archive, whose pickles name their numbers by place, that is read in part."""
-    import io
-
     file = io.BytesIO()
     torch.save(T, file, _use_new_zipfile_serialization=False)
     with pytest.raises(SteeringError, match="is a pickle, and nothing is unpickled; save a tensor"):
@@ -162,13 +178,34 @@ def test_older_files_are_refused() -> None:
 
 
 def test_stored_numbers_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches many views of one large storage, each of which converts it."""
+    """Catches many views of one large storage, each of which converts all of it."""
     converted: list[int] = []
     real = torch_file.from_bytes
     monkeypatch.setattr(torch_file, "from_bytes", lambda raw, dtype: converted.append(len(raw)) or real(raw, dtype))
     many = torch.ones(1000, 8, dtype=torch.bfloat16)
     found = open_container(pt({str(n): many[n] for n in range(1000)})).content
-    assert (len(found), converted) == (1000, [16000])
+    assert (len(found), sum(converted)) == (1000, 16000)
+
+
+def test_a_view_does_not_widen_its_storage() -> None:
+    """Catches a small vector in a large storage of a narrow type that takes several times the memory of the file."""
+    data = pt(torch.ones(1 << 23, dtype=torch.bfloat16)[:8])
+    tracemalloc.start()
+    found = open_container(data).content
+    assert tracemalloc.get_traced_memory()[1] < 1.5 * len(data)
+    tracemalloc.stop()
+    assert found.tolist() == [1.0] * 8
+
+
+def test_long_names_of_files() -> None:
+    """Catches a file whose archive has a long name inside, which is taken for one of NumPy."""
+    data = pt(T)
+    stem = data[30 : data.index(b"/data.pkl")]
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w") as new:
+        for member in old.namelist():
+            new.writestr(member.replace(stem.decode(), "v" * 240), old.read(member))
+    assert open_container(file.getvalue()).content.tolist() == T.tolist()
 
 
 @settings(max_examples=150, deadline=None)

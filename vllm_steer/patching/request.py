@@ -119,8 +119,7 @@ def check_fields(body: Mapping[Any, Any], extra: tuple[str, ...] = ()) -> None:
     for name in body:
         if name not in (*known, *extra):
             hint = closest(str(name), (*known, *extra))
-            raise SteeringError(
-                shown(name).strip("'"), f"unknown field; did you mean {hint}?" if hint else f"use {', '.join(known)}"
-            )
+            advice = f"did you mean {hint}?" if hint else f"use {', '.join(known)}"
+            raise SteeringError(shown(name).strip("'"), f"unknown field; {advice}")
     if not isinstance(body.get("control"), (bool, type(None))):
         raise SteeringError("control", f"must be true or false, not {shown(body['control'])}")

@@ -35,7 +35,9 @@ _OTHER_MEMBERS = 8
 """Members of a file of torch that are not numbers."""
 _EXPANDED_BYTES, _EXPANSION = 64 << 20, 8
 """Bytes that any archive may have after decompression, or as a multiple of its size: numbers hardly compress."""
-_MAX_GGUF_READS = 100_000
+_FIRST_NAME = 1024
+"""Bytes at the beginning of an archive that have the name of its first member, of a file system's longest at most."""
+_MAX_GGUF_READS = 30_000
 """Numbers and texts of a header; 4096 tensors have 25,000."""
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
@@ -73,7 +75,7 @@ def kind_of(data: bytes) -> Kind:
     if data[:6] == b"\x93NUMPY":
         return "npy"
     if data[:4] == b"PK\x03\x04":
-        return "torch" if b"data.pkl" in data[:256] else "npz"
+        return "torch" if b"/data.pkl" in data[:_FIRST_NAME] else "npz"
     if data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= len(data) - 8:
         return "safetensors"
     if data[:64].lstrip()[:1] == b"{":

@@ -12,7 +12,7 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.request.scalars import read_choice, read_integer, shown
+from vllm_steer.request.scalars import is_integer, read_choice, read_integer, shown
 from vllm_steer.request.vector import Vector, parse_vector
 from vllm_steer.site_names import find_foreign_site, site
 from vllm_steer.vectors.containers import Container, open_container
@@ -238,6 +238,8 @@ def _find_json(content: Mapping[str, Any]) -> _Found:
         raise SteeringError("file", f"is JSON with the keys {keys}, by which no format of vectors is recognised")
     if len(vectors) > 1:
         raise SteeringError("file", "has values and vector; remove one of them")
+    if not (layer is None or is_integer(layer)):
+        raise SteeringError("file.layerNumber", f"must be the number of a layer, not {shown(layer)}")
     if sites[0] != sites[-1] or layer not in (None, sites[0][1]):
         raise SteeringError("file.hookName", f"{shown(hooks['hookName'])} is another site than hookType or layerNumber")
     named = {

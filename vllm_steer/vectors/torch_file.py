@@ -21,8 +21,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.request.scalars import is_integer, shown, shown_name
 from vllm_steer.request.vector import PACKED_DTYPES, from_bytes
 
-_MAX_PICKLE_BYTES = 1 << 20
-"""A tensor takes 150 bytes."""
+_MAX_PICKLE_BYTES, _MAX_INSTRUCTIONS = 1 << 20, 1 << 16
+"""A tensor takes 150 bytes and 35 instructions."""
 SAVE_HINT = "save a tensor, or a dictionary of tensors, with torch.save or safetensors.torch.save_file"
 _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
@@ -38,6 +38,8 @@ _TAKEN: Mapping[str, int | None] = MappingProxyType(
     {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": None, "SETITEM": 2, "SETITEMS": None, "REDUCE": 2, "BINPERSID": 1}
 )
 """Values that an instruction takes from the stack; None for those above the last mark."""
+_STORAGE_ITEMS, _TENSOR_ITEMS = 5, 6
+"""Items of a persistent id, and of the arguments for a tensor; a seventh argument has metadata."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class _Storage:
 
     key: str
     dtype: np.dtype[Any]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,18 @@ class _View:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def read(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the tensor, given the numbers of its storage."""
+    def read(self, member: bytes) -> np.ndarray:
+        """Return the tensor, given the member of the archive that has its storage."""
+        dtype = self.storage.dtype
+        if len(member) != self.storage.size * dtype.itemsize:
+            raise ValueError("a storage has another size than it states")
         last = self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
-        if not math.prod(self.shape) or last >= len(numbers):
+        if not math.prod(self.shape) or last >= self.storage.size:
             raise ValueError("a tensor is beyond its data")
-        steps = [step * numbers.itemsize for step in self.strides]
-        return np.array(np.lib.stride_tricks.as_strided(numbers[self.offset :], self.shape, steps))
+        # The view is copied before its type is changed: a storage can be much larger.
+        numbers, steps = np.frombuffer(member, dtype)[self.offset :], [step * dtype.itemsize for step in self.strides]
+        view = np.lib.stride_tricks.as_strided(numbers, self.shape, steps, writeable=False)
+        return from_bytes(view.tobytes(), dtype).reshape(self.shape)
 
 
 def read_tensors(members: Mapping[str, bytes], max_tensors: int) -> np.ndarray | dict[str, np.ndarray]:
@@ -88,7 +96,7 @@ def read_tensors(members: Mapping[str, bytes], max_tensors: int) -> np.ndarray |
     views = content if isinstance(content, dict) else {"vector": content}
     if len(views) > max_tensors:
         raise SteeringError("file", f"has {len(views)} tensors; at most {max_tensors} are read")
-    stored: dict[_Storage, np.ndarray] = {}
+    types: dict[str, np.dtype[Any]] = {}
     tensors: dict[str, np.ndarray] = {}
     left = sum(map(len, members.values()))  # a tensor can repeat its numbers, and tensors can share them
     for name, view in views.items():
@@ -99,9 +107,9 @@ def read_tensors(members: Mapping[str, bytes], max_tensors: int) -> np.ndarray |
         left -= math.prod(view.shape) * view.storage.dtype.itemsize
         if left < 0:
             raise SteeringError(shown_name(str(name)), f"has shape {shown(view.shape)}; the file has fewer numbers")
-        if view.storage not in stored:
-            stored[view.storage] = from_bytes(members[f"{folder}data/{view.storage.key}"], view.storage.dtype)
-        tensors[str(name)] = view.read(stored[view.storage])
+        if types.setdefault(view.storage.key, view.storage.dtype) is not view.storage.dtype:
+            raise ValueError("a storage has two types")
+        tensors[str(name)] = view.read(members[f"{folder}data/{view.storage.key}"])
     return tensors if isinstance(content, dict) else tensors["vector"]
 
 
@@ -113,11 +121,15 @@ def _follow(pickled: bytes) -> Any:
     marks: list[int] = []
     memo: dict[int, Any] = {}
     argument: Any
-    for opcode, argument, _ in pickletools.genops(pickled):
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
         code, taken = opcode.name, list[Any]()
+        if number >= _MAX_INSTRUCTIONS:
+            raise SteeringError("file", f"has over {_MAX_INSTRUCTIONS} pickle instructions; save fewer tensors")
         if code in _TAKEN:
             count = _TAKEN[code]
             at = marks.pop() if count is None else len(stack) - count
+            if at < (marks[-1] if marks else 0):
+                raise ValueError("an instruction takes values that are not there")
             taken, stack[at:] = stack[at:], []
         if code in _CONSTANTS:
             stack.append(_CONSTANTS[code])
@@ -142,7 +154,8 @@ def _follow(pickled: bytes) -> Any:
         elif code in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
         elif code == "STOP":
-            return stack.pop()
+            (content,) = stack
+            return content
         elif code != "PROTO":
             raise SteeringError("file", f"has the pickle instruction {code}, and only tensors are read; {SAVE_HINT}")
     raise ValueError("the pickle has no end")
@@ -158,23 +171,29 @@ def _set_items(target: Any, items: list[Any]) -> None:
         raise SteeringError("file", "has two tensors with one name; rename one of them")
 
 
-def _storage(kind: object, storage: object, key: object, *_: object) -> _Storage:
+def _storage(*items: object) -> _Storage:
     """Return the numbers that a persistent id names."""
+    if len(items) != _STORAGE_ITEMS:
+        raise ValueError("a persistent id has another number of items")
+    kind, storage, key, _, size = items
     name = storage.text if isinstance(storage, _Name) else shown(storage)
-    if kind != "storage" or name not in _DTYPES or not isinstance(key, str):
+    if kind != "storage" or name not in _DTYPES or not isinstance(key, str) or not is_integer(size):
         raise SteeringError("file", f"has numbers of the type {shown(name)}; {SAVE_HINT}, as float32")
-    return _Storage(key, _DTYPES[name])
+    return _Storage(key, _DTYPES[name], size)
 
 
 def _built(function: object, arguments: Any) -> Any:
     """Return what a call in a pickle stands for."""
     name = function.text if isinstance(function, _Name) else shown(function)
     match name, arguments:
-        case "torch._utils _rebuild_tensor_v2", (_Storage() as storage, offset, tuple(shape), tuple(strides), *_):
+        case "torch._utils _rebuild_tensor_v2", (_Storage() as storage, offset, tuple(shape), tuple(strides), *rest):
+            if len(arguments) != _TENSOR_ITEMS or rest[1]:
+                problem = "with metadata, such as a negated view; save vector.clone() in its place"
+                raise SteeringError("file", f"has a tensor {problem}")
             if len(shape) == len(strides) <= 2 and all(is_integer(n) and n >= 0 for n in (offset, *shape, *strides)):
                 return _View(storage, offset, shape, strides)
             raise SteeringError("file", f"has a tensor of shape {shown(shape)}; a vector is [H], vectors are [n, H]")
-        case "torch._utils _rebuild_parameter", (_View() as view, *_):
+        case "torch._utils _rebuild_parameter", (_View() as view, _, hooks) if not hooks:
             return view
         case "collections OrderedDict", ():
             return {}

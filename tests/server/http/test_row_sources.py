@@ -71,6 +71,9 @@ def test_rows_of_other_positions(store: CaptureStore) -> None:
             resolve(store, {**named, "positions": positions}, tokens=tokens)
     with pytest.raises(SteeringError, match="position -20 is outside of the captured prompt of 4 tokens"):
         resolve(store, {**named, "positions": [-20]}, tokens=[0])
+    with pytest.raises(SteeringError) as refused:
+        resolve(store, {**named, "positions": [0]}, tokens="x")
+    assert refused.value.field == "steering[0].tokens"
 
 
 @pytest.mark.parametrize("stop", [1 << 29, 2_000_000_000])

@@ -105,7 +105,8 @@ def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opene
         opened[name] = _open(name, context, f"{field}.{_CAPTURE}")
     chosen = None
     if source.get("positions") is not None:
-        chosen = _pair(source["positions"], edit.get("tokens"), f"{field}.positions", opened[name])
+        tokens_field = f"{field.rpartition('.')[0]}.tokens"
+        chosen = _pair(source["positions"], edit.get("tokens"), f"{field}.positions", tokens_field, opened[name])
     return StoredRows(opened[name], chosen)
 
 
@@ -128,14 +129,14 @@ def _open(capture_id: str, context: RequestContext, field: str) -> StoredRequest
     return request
 
 
-def _pair(positions: object, tokens: object, field: str, request: StoredRequest) -> list[int]:
+def _pair(positions: object, tokens: object, field: str, tokens_field: str, request: StoredRequest) -> list[int]:
     """Return the captured position whose row each of ``tokens`` takes, in their order."""
     if not isinstance(positions, (list, tuple)) or not positions or not all(map(is_integer, positions)):
         raise SteeringError(field, f"must be a list of positions in the captured prompt, not {shown(positions)}")
     if len(positions) > 2 and set(positions) == {0, 1}:
         raise SteeringError(field, f"{shown(list(positions))} repeats positions; {MASK_HINT}")
     # Counted before any position is listed: an interval of a short body can have two billion of them.
-    intervals = Selector.parse("all" if tokens is None else tokens).intervals(_FAR)
+    intervals = Selector.parse("all" if tokens is None else tokens, tokens_field).intervals(_FAR, tokens_field)
     if (count := sum(stop - start for start, stop in intervals)) >= _FAR // 2:
         raise SteeringError(
             field,

@@ -50,9 +50,8 @@ def start(body: Mapping[str, Any], runner: Runner) -> Results:
             raise SteeringError(name, f"is not served: {REFUSED[name]}")
         if name not in FIELDS and name not in REFUSED:
             hint = closest(str(name), FIELDS)
-            raise SteeringError(
-                shown(name).strip("'"), f"unknown field; did you mean {hint}?" if hint else f"use {', '.join(FIELDS)}"
-            )
+            advice = f"did you mean {hint}?" if hint else f"use {', '.join(FIELDS)}"
+            raise SteeringError(shown(name).strip("'"), f"unknown field; {advice}")
     given = {name: value for name, value in body.items() if value is not None}
     for name in ("prompt", "clean_prompt", "answer_token"):
         if name not in given:
