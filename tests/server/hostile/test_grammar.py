@@ -134,8 +134,8 @@ def post(client: httpx.Client, route: str, body: Any) -> bytes:
     return data
 
 
-def draw(check: Callable[[tuple[str, Any]], None], derandomize: bool = False) -> None:
-    """Call ``check`` with requests of the grammar."""
+def draw(check: Callable[[Any], Any], bodies: Any = requests, derandomize: bool = False) -> None:
+    """Call ``check`` with requests of the grammar, or with other bodies."""
     drawn = settings(
         max_examples=120,
         deadline=None,
@@ -143,7 +143,7 @@ def draw(check: Callable[[tuple[str, Any]], None], derandomize: bool = False) ->
         derandomize=derandomize,
         suppress_health_check=list(HealthCheck),
     )
-    drawn(given(requests)(check))()
+    drawn(given(bodies)(check))()
 
 
 def test_the_check_rejects_broken_responses() -> None:
