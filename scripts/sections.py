@@ -74,10 +74,13 @@ def ratio(cost: Cost, figure: str) -> str:
 
 def glance() -> str:
     """Return the README's sentence on cost."""
-    idle, _, _, own, _ = (float(ratio(cost, "throughput").rstrip("²")) for cost in COSTS)
+    found = [ratio(cost, "throughput") for cost in COSTS]
+    idle, _, _, own, _ = (float(each.rstrip("²")) for each in found)
+    build = "an earlier build" if any("²" in found[i] for i in (0, 3)) else "this build"
     return (
         f"It keeps {idle:.0%} of stock vLLM's throughput while no request steers, and {own:.0%} with 256 requests\n"
-        "that all have different edits: on one GPU, with CUDA graphs and 8 billion parameters ([cost](#cost)).\n"
+        f"that all have different edits: measured with {build} on one GPU, with CUDA graphs and\n"
+        "8 billion parameters ([cost](#cost)).\n"
     )
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.engine.conftest import close
 from tests.lab.hf import Hooked
-from tests.tiny import HIDDEN, VOCAB, make_llm, save_tiny_llama
+from tests.tiny import HIDDEN, VOCAB
 from vllm_steer import Edit, SamplingParams, SteeringError
 from vllm_steer.cli import lab as commands
 from vllm_steer.cli.main import app
@@ -26,18 +24,6 @@ PROMPTS = [RANDOM.integers(0, VOCAB, 6).tolist() for _ in range(8)]
 WEIGHTS = RANDOM.standard_normal(HIDDEN).astype(np.float32)
 READOUT = {"probe": WEIGHTS, "point": "post_block", "layer": 1}
 SETTINGS: dict[str, Any] = {"score": ProbeScore(READOUT), "doses": [0.5, 1.0], "controls": 3, "max_tokens": 5}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[Any]:
-    engine = make_llm(folder)
-    yield engine
-    close(engine)
 
 
 def directions(*layers: int) -> Directions:

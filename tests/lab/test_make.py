@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.engine.conftest import close
 from tests.lab.hf import Hooked, cosine
-from tests.tiny import LAYERS, VOCAB, make_llm, save_tiny_llama
+from tests.tiny import LAYERS, VOCAB
 from vllm_steer import SteeringError
 from vllm_steer.cli import lab as commands
 from vllm_steer.cli.main import app
@@ -27,18 +25,6 @@ PAIRS = [
     for _ in range(20)
 ]
 """Token ids of two halves of the vocabulary; more texts than are captured together."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[Any]:
-    engine = make_llm(folder)
-    yield engine
-    close(engine)
 
 
 @pytest.fixture(scope="module")

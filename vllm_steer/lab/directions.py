@@ -104,7 +104,7 @@ class Directions(Mapping[int, Direction]):
     model: str
     method: str
     provenance: Mapping[str, str]
-    """What the directions were made of."""
+    """Description of the examples and settings."""
 
     def __getitem__(self, layer: int) -> Direction:
         return self.by_layer[layer]

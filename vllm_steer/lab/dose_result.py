@@ -42,15 +42,15 @@ class CellResult:
     wrong_way: float
     """Share of the prompts whose score decreased."""
     perplexity: float
-    """In perplexities of the plain texts."""
+    """Relative to the plain texts."""
     repetition: float
     """Change of the share of repeated runs of tokens."""
     length: float
-    """Tokens per text, in those of the plain texts."""
+    """Tokens per text, relative to the plain texts."""
 
     @property
     def coherent(self) -> bool:
-        """Whether perplexity and repetition are those of a text that can be read."""
+        """Whether perplexity and repetition are within their limits."""
         return self.perplexity <= MAX_PERPLEXITY and self.repetition <= MAX_REPETITION
 
 
@@ -99,7 +99,7 @@ def choose(study: Study, samples: Sequence[Sample]) -> tuple[int, float]:
 
 @dataclass(frozen=True, eq=False)
 class DoseResult:
-    """Results of a dose study; the numbers of the verdict are those of the held-out prompts."""
+    """Results of a dose study. The verdict uses the held-out prompts."""
 
     study: Study
     samples: tuple[Sample, ...]

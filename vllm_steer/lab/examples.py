@@ -36,7 +36,7 @@ class Examples:
 
     @property
     def groups(self) -> npt.NDArray[np.int64]:
-        """Number of each text's pair; of the text itself if there are no pairs."""
+        """Number of each text's pair, or of each text if there are no pairs."""
         return np.arange(len(self.texts)) // (2 if self.paired else 1)
 
     @property

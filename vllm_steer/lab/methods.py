@@ -46,8 +46,8 @@ def make(
         llm: An `LLM` with steering.
         examples: A file of JSON lines, or a list of their objects; see `read_examples`.
         method: ``"mean"``, the difference of the class means; ``"pca"``, the first principal component of the texts'
-            distances from the midpoint of their pair; or ``"probe"``, the weights of a logistic regression. Signs are
-            those of the labels.
+            distances from the midpoint of their pair; or ``"probe"``, the weights of a logistic regression. Labels
+            decide the sign.
         layers: Layers, or ``"all"``.
         point: Hook point.
         positions: Tokens of each text, as in a capture spec: all but the first by default. ``"assistant"`` for

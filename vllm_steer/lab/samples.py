@@ -16,7 +16,7 @@ Kind = Literal["plain", "vector", "random", "shuffled"]
 
 
 class Study(msgspec.Struct, frozen=True):
-    """What was run. Results of an equal study are added to each other."""
+    """Settings of a study. A file has results of equal settings only."""
 
     model: str
     vectors: str
@@ -57,7 +57,7 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[Kind, int, int, float, int]:
-        """What was generated."""
+        """Identity of the text within its study."""
         return self.kind, self.number, self.layer, self.dose, self.prompt
 
 

@@ -57,7 +57,7 @@ Score: TypeAlias = "Callable[[str, str], float] | ProbeScore"
 
 
 def score_name(score: Score) -> str:
-    """Return a name by which results of another score are recognised."""
+    """Return a name by which results of another score are recognised; of a function, its name and not its code."""
     if isinstance(score, ProbeScore):
         probe = {key: value for key, value in score.readout.items() if key != "probe"}
         weights = np.asarray(score.readout.get("probe"), np.float32).tobytes()
@@ -72,7 +72,7 @@ def score_name(score: Score) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the model without steering makes of a generated text."""
+    """A generated text, as the model reads it without steering."""
 
     losses: tuple[float, ...]
     """Negative log-probability of each token, in nats."""

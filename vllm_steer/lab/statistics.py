@@ -21,7 +21,7 @@ def folds(groups: npt.NDArray[np.int64], classes: npt.NDArray[Any], count: int, 
 
     Args:
         groups: Number of each example's group.
-        classes: Class of each example; a group has that of its first example.
+        classes: Class of each example; the first example of a group decides.
         count: Number of folds.
         seed: Seed of the order.
     """

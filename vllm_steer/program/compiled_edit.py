@@ -60,7 +60,7 @@ class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
     num_rows: int = 0
     coordinates: bytes = b""
     feature: CompiledFeature | None = None
-    """Of an edit of a feature."""
+    """The feature that is edited; None for edits of vectors."""
     parts: tuple[CompiledPart, ...] = ()
     """Parts of the output to which the edit is restricted; a token must be in all of them."""
 

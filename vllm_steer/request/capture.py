@@ -77,7 +77,7 @@ class CaptureSpec:
         (('post_block', (0, 1)),)
     """
 
-    # The attributes declare the JSON form: types and descriptions. Defaults are those of the constructor.
+    # The attributes declare the JSON form: types and descriptions. The constructor has the defaults.
     hooks: Annotated[
         Hooks,
         any_of(dict[str, LayersForm], list[str]),

@@ -156,7 +156,7 @@ class Edit:
         ((3, 4), (2,), 1.0)
     """
 
-    # The attributes declare the JSON form: types, bounds and descriptions. Defaults are those of the constructor.
+    # The attributes declare the JSON form: types, bounds and descriptions. The constructor has the defaults.
     kind: Annotated[
         KindName,
         msgspec.Meta(

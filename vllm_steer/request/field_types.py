@@ -162,7 +162,7 @@ def json_schema(form: Any) -> Schema:
 def form_of(cls: type, *omitted: str, closed: bool = True) -> Any:
     """Return the JSON form of a class whose attributes are the arguments of its constructor, as a msgspec type.
 
-    Types, bounds and descriptions are those of the annotated attributes, defaults those of the arguments. Attributes
+    The annotated attributes have the types, bounds and descriptions; the arguments have the defaults. Attributes
     with `any_of` have these forms instead of their types.
 
     Args:
