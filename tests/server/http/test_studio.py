@@ -34,6 +34,14 @@ def app() -> FastAPI:
     return app
 
 
+def test_the_policy_allows_this_host_only() -> None:
+    """Catches a policy with inline scripts, another host's scripts, or requests to another host."""
+    policy = dict(rule.split(" ", 1) for rule in HEADERS["Content-Security-Policy"].split("; "))
+    assert policy.pop("require-trusted-types-for") == "'script'"
+    assert {policy[name] for name in ("default-src", "trusted-types", "base-uri", "frame-ancestors")} == {"'none'"}
+    assert set(policy.values()) == {"'none'", "'self'"}
+
+
 async def test_serves_every_file_with_the_policy(app: FastAPI) -> None:
     """Catches a file without its media type, which browsers refuse as a module, and an answer without the policy."""
     async with browser(app) as client:
