@@ -5,9 +5,10 @@
     python -m benchmarks.peers_gpu --projects vllm-lens --out benchmarks/results/gpu-peers-llama-8b.json
 
 Of each project, an engine and an engine of stock vLLM run on the same GPU in two processes and take turns, as in
-``benchmarks/cost.py``. Workloads: the stream after the middle layer, captured at every token; and one vector added to
-that stream. Each runs with 1, 8, 32 and 256 requests. A ratio compares tokens per second (median of the repetitions).
-The vector is so small that it changes no token.
+``benchmarks/cost.py``. Workloads: the stream after the middle layer, captured at every token; one vector added to that
+stream; and batches of 256 requests with 1, 4, 16, 64 and 256 different vectors. The first two run with 1, 8, 32 and 256
+requests. A ratio compares tokens per second (median of the repetitions). The vectors are so small that they change no
+token.
 
 A peer that cannot be imported is recorded as absent. Peers need their own versions of vLLM, so the command runs again
 in an environment of each; rows of other projects in the file are kept. The file is written after each row.
@@ -24,6 +25,7 @@ import statistics
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,19 +41,34 @@ PLUGINS = {OURS: "steering", LENS: "activations"}
 """Plug-ins that vLLM loads in the engines of a project; none in other engines."""
 MODULES = {OURS: "vllm_steer", LENS: "vllm_lens", INTERP: "interp_engine"}
 WORKLOADS = ("one layer captured", "one layer steered")
+VECTORS = "different vectors"
+"""Workload whose requests have the given number of different vectors, in turn."""
 SIZE = 1e-9
 """Size of the elements of the steering vector."""
 
 
 class Served(NamedTuple):
-    """An engine of a project: a function that runs prompts, and one that returns the number of captured rows."""
+    """An engine of a project.
 
-    run: Callable[[str, list[list[int]], int], None]
+    ``run`` takes the workload, prompts, tokens to generate and number of different vectors; ``captured`` returns the
+    number of captured rows.
+    """
+
+    run: Callable[[str, list[list[int]], int, int], None]
     captured: Callable[[], int]
 
 
-def vector(hidden: int) -> np.ndarray[Any, Any]:
-    return (SIZE * np.random.default_rng(0).standard_normal(hidden)).astype("f4")
+def vector(hidden: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return (SIZE * np.random.default_rng(seed).standard_normal(hidden)).astype("f4")
+
+
+def in_turn(
+    workload: str, prompts: list[list[int]], vectors: int, captured: Any, steered: Callable[[int], Any]
+) -> list[Any]:
+    """Return the fields of each request: ``captured``, or those of its vector's number."""
+    if workload == WORKLOADS[0]:
+        return [captured] * len(prompts)
+    return [steered(i % vectors if workload == VECTORS else 0) for i in range(len(prompts))]
 
 
 def stock(model: str, layer: int, hidden: int, settings: dict[str, Any]) -> Served:
@@ -60,7 +77,7 @@ def stock(model: str, layer: int, hidden: int, settings: dict[str, Any]) -> Serv
 
     llm = LLM(model=model, **settings)
 
-    def run(_workload: str, prompts: list[list[int]], generated: int) -> None:
+    def run(_workload: str, prompts: list[list[int]], generated: int, _vectors: int) -> None:
         params = SamplingParams(max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False)
         llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
 
@@ -72,17 +89,20 @@ def ours(model: str, layer: int, hidden: int, settings: dict[str, Any]) -> Serve
     from vllm_steer import LLM, SamplingParams
 
     llm: Any = LLM(model=model, enable_steering=True, **settings)
-    fields: Mapping[str, dict[str, Any]] = {
-        WORKLOADS[0]: {"capture": {"memory": {"hooks": {"post_block": [layer]}, "positions": "all"}}},
-        WORKLOADS[1]: {"steering_vectors": {"post_block": {layer: vector(hidden)}}},
-    }
+
+    @cache
+    def steered(number: int) -> dict[str, Any]:
+        return {"steering_vectors": {"post_block": {layer: vector(hidden, number)}}}
+
+    captured = {"capture": {"memory": {"hooks": {"post_block": [layer]}, "positions": "all"}}}
     rows = 0
 
-    def run(workload: str, prompts: list[list[int]], generated: int) -> None:
+    def run(workload: str, prompts: list[list[int]], generated: int, vectors: int) -> None:
         nonlocal rows
-        params = SamplingParams(
-            max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False, **fields[workload]
-        )
+        params = [
+            SamplingParams(max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False, **fields)
+            for fields in in_turn(workload, prompts, vectors, captured, steered)
+        ]
         outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
         results = [each.capture_results["memory"] for each in outputs if workload == WORKLOADS[0]]
         rows = sum(len(result.tensor("post_block", layer)) for result in results)
@@ -97,18 +117,19 @@ def vllm_lens(model: str, layer: int, hidden: int, settings: dict[str, Any]) -> 
     from vllm_lens import SteeringVector
 
     llm: Any = LLM(model=model, **settings)
-    row = torch.from_numpy(vector(hidden))[None]
-    fields: Mapping[str, dict[str, Any]] = {
-        WORKLOADS[0]: {"output_residual_stream": [layer]},
-        WORKLOADS[1]: {"apply_steering_vectors": [SteeringVector(activations=row, layer_indices=[layer])]},
-    }
     rows = 0
 
-    def run(workload: str, prompts: list[list[int]], generated: int) -> None:
+    @cache
+    def steered(number: int) -> dict[str, Any]:
+        row = torch.from_numpy(vector(hidden, number))[None]
+        return {"apply_steering_vectors": [SteeringVector(activations=row, layer_indices=[layer])]}
+
+    def run(workload: str, prompts: list[list[int]], generated: int, vectors: int) -> None:
         nonlocal rows
-        params = SamplingParams(
-            max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False, extra_args=fields[workload]
-        )
+        params = [
+            SamplingParams(max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False, extra_args=fields)
+            for fields in in_turn(workload, prompts, vectors, {"output_residual_stream": [layer]}, steered)
+        ]
         outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
         rows = sum(each.activations["residual_stream"].shape[1] for each in outputs if workload == WORKLOADS[0])
 
@@ -124,36 +145,41 @@ def interp_engine(model: str, layer: int, hidden: int, settings: dict[str, Any])
     from vllm.sampling_params import RequestOutputKind
 
     point, loop = Address("resid_post", layer), asyncio.new_event_loop()
-    more = {name: value for name, value in settings.items() if name not in ("max_model_len", "gpu_memory_utilization")}
+    others = {name: value for name, value in settings.items()
+              if name not in ("max_model_len", "gpu_memory_utilization", "skip_tokenizer_init")}  # fmt: skip
     loaded: Any = load_model(
         model, backend="vllm-static", dtype="bfloat16", static_points=[point], static_writes=[point],
         # It plans its buffers by this share of the memory, although the cache has a fixed size.
         max_model_len=settings["max_model_len"], gpu_memory_utilization=max(settings["gpu_memory_utilization"], 0.3),
-        extra_vllm_kwargs={key: value for key, value in more.items() if key != "skip_tokenizer_init"},
+        extra_vllm_kwargs=others,
     )  # fmt: skip
-    add = AddSpec(torch.from_numpy(vector(hidden)), 1.0)
-    steering = SteeringSpec(layers={layer: LayerSteeringSpec(operations=[add])})
     loop.run_until_complete(loaded.warmup())
     rows = 0
 
-    async def request(workload: str, prompt: list[int], generated: int) -> int:
+    @cache
+    def steered(number: int) -> dict[str, Any]:
+        add = AddSpec(torch.from_numpy(vector(hidden, number)), 1.0)
+        return {"steering_spec": SteeringSpec(layers={layer: LayerSteeringSpec(operations=[add])})}
+
+    async def request(fields: dict[str, Any], prompt: list[int], generated: int) -> int:
         # FINAL_ONLY, as vLLM's LLM sets: it reads the last output only.
         params = SamplingParams(
             max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         found: dict[Any, Any] = {}
-        fields: dict[str, Any] = {"steering_spec": steering}
-        if workload == WORKLOADS[0]:
-            fields = {"capture_points": [point], "capture_out": found}
-        await loaded.generate_steered(prompt, params, **fields)
+        more = {"capture_out": found} if "capture_points" in fields else {}
+        await loaded.generate_steered(prompt, params, **fields, **more)
         return sum(len(each) for each in found.values())
 
-    def run(workload: str, prompts: list[list[int]], generated: int) -> None:
+    def run(workload: str, prompts: list[list[int]], generated: int, vectors: int) -> None:
         nonlocal rows
+        fields = in_turn(workload, prompts, vectors, {"capture_points": [point]}, steered)
 
         async def batch() -> list[int]:
-            return await asyncio.gather(*(request(workload, each, generated) for each in prompts))
+            return await asyncio.gather(
+                *(request(own, each, generated) for own, each in zip(fields, prompts, strict=True))
+            )
 
         rows = sum(loop.run_until_complete(batch()))
 
@@ -180,11 +206,11 @@ def serve(project: str, model: str, settings: dict[str, Any], pipe: Any) -> None
         gc.freeze()
         pipe.send({"started": time.perf_counter() - started})
         while (command := pipe.recv()) is not None:
-            workload, batch, prompt, generated, _times = command
+            workload, batch, prompt, generated, vectors = command
             prompts = [[(7 * i + j) % 1000 + 2 for j in range(prompt)] for i in range(batch)]
             gc.collect()
             began = time.perf_counter()
-            served.run(workload, prompts, generated)
+            served.run(workload, prompts, generated, vectors)
             seconds = time.perf_counter() - began
             wanted = batch * (prompt + generated - 1) if workload == WORKLOADS[0] and project != "stock" else 0
             rows = served.captured()
@@ -216,13 +242,15 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def compare(one: Engine, other: Engine, workload: str, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    one: Engine, other: Engine, workload: str, batch: int, vectors: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Return the seconds of alternating runs and the median ratio of tokens per second."""
     raw: dict[str, list[float]] = {"stock": [], "project": []}
     for repeat in range(arguments.repeats + 1):
         order = [("stock", one), ("project", other)]
         for who, engine in order if repeat % 2 else order[::-1]:
-            seconds = engine.run(workload, batch, arguments.prompt, arguments.generated)
+            seconds = engine.run(workload, batch, arguments.prompt, arguments.generated, vectors)
             if repeat:  # the first round is a warm-up
                 raw[who].append(seconds)
     ratios = sorted(mine / theirs for mine, theirs in zip(raw["stock"], raw["project"], strict=True))
@@ -243,13 +271,14 @@ def measure(project: str, result: dict[str, Any], model: str, arguments: argpars
     try:
         for engine in engines:
             engine.wait()
-        for batch in arguments.requests:
-            for workload in WORKLOADS:
-                found = compare(engines[0], engines[1], workload, batch, arguments)
-                row = {"project": project, "workload": workload, "requests": batch, **found}
-                result["rows"].append(row)
-                write(result, arguments.out)
-                print(project, workload, batch, found["ratio"], flush=True)
+        cells = [(VECTORS, max(arguments.requests), count) for count in arguments.vectors]
+        cells += [(workload, batch, 1) for batch in arguments.requests for workload in WORKLOADS]
+        for workload, batch, vectors in cells:
+            found = compare(engines[0], engines[1], workload, batch, vectors, arguments)
+            row = {"project": project, "workload": workload, "requests": batch, "vectors": vectors, **found}
+            result["rows"].append(row)
+            write(result, arguments.out)
+            print(project, workload, batch, vectors, found["ratio"], flush=True)
     finally:
         for engine in engines:
             engine.close()
@@ -265,6 +294,7 @@ def main() -> None:
     parser.add_argument("--projects", nargs="+", choices=list(MODULES), default=list(MODULES))
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 256])
+    parser.add_argument("--vectors", type=int, nargs="*", default=[1, 4, 16, 64, 256], help="numbers of vectors")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--generated", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
