@@ -236,12 +236,12 @@ def peers(fits: Fits) -> Figure | None:
     """Return the ratios of each project to its own stock vLLM with the result's note, from results with ``rows``."""
     for name in names("gpu-peers*.json"):
         if fits("captured steps", result := read(name)) and "rows" in result:
-            rows = {f"{row['project']}, {row['workload']}, {row['requests']}": row["ratio"] for row in result["rows"]}
-            of: dict[str, list[str]] = {}
+            rows, of = {}, {}
             for row in result["rows"]:
-                of.setdefault(f"{row['project']}, {row['workload']}", []).append(
-                    f"{row['ratio']:.3f} ({row['requests']})"
-                )
+                what = f"{row['project']}, {row['workload']}"
+                count = row["vectors"] if "vectors" in row["workload"] else row["requests"]
+                rows[f"{what}, {count}"] = row["ratio"]
+                of.setdefault(what, []).append(f"{row['ratio']:.3f} ({count})")
             text = "; ".join(f"{what}: {', '.join(each)}" for what, each in of.items())
             return Figure(rows, [(name, result)], f"{text}. {result.get('note', '')}".strip())
     return None

@@ -85,4 +85,5 @@ def newest_version() -> str:
         text += f" A time limit ended {len(cut)} runs without a report: {', '.join(cut)}."
     if missing := [f"*{name}*" for name in RUNS if name not in runs]:
         text += f" Not run with it yet: {', '.join(missing)}."
+    text += "".join(f" {run['note']}" for run in runs.values() if run["failed"] and "note" in run)
     return textwrap.fill(text, 120, break_long_words=False) + "\n"

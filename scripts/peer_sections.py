@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import io
+import textwrap
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from pages import load_result, table
+from measured import machine_of
+from pages import ROOT, load_result, table
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.refusals import (
@@ -328,3 +331,61 @@ def speed(page: str) -> Callable[[], str]:
 
 def _cell(task: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> str:
     return "" if task is None else f"{task['seconds']:.2f} ({task['seconds'] / ours['seconds']:.2f})"
+
+
+VECTORS_RESULT = "gpu-peers-llama-8b.json"
+VECTORS_PICTURE = ROOT / "docs/assets/different-vectors.svg"
+
+
+def _vectors() -> dict[str, dict[int, float]]:
+    """Return the ratios of throughput by project and number of different vectors in the batch."""
+    found: dict[str, dict[int, float]] = {}
+    for row in load_result(VECTORS_RESULT)["rows"]:
+        if row["workload"] == "different vectors":
+            found.setdefault(row["project"], {})[row["vectors"]] = row["ratio"]
+    return found
+
+
+def vectors() -> str:
+    """Return the README's picture of throughput against the number of different vectors, with its caption."""
+    result = load_result(VECTORS_RESULT)
+    setup, versions = result["setup"], result["versions"]
+    of_each = "; ".join(
+        f"{project} {versions[project][project]} (vLLM {versions[project]['vllm']}): {ratios[1]:.2f} with one vector, "
+        f"{ratios[max(ratios)]:.2f} with {max(ratios)}"
+        for project, ratios in _vectors().items()
+    )
+    text = (
+        f"Throughput of batches of 256 requests ({setup['prompt']} + {setup['generated']} tokens) with different "
+        f"vectors at one layer, on one {machine_of(result)} with the layer sizes of Llama 3.1 8B, relative to stock "
+        f"vLLM of the version that each project requires (`benchmarks/results/{VECTORS_RESULT}`). {of_each}."
+    )
+    picture = VECTORS_PICTURE.relative_to(ROOT)
+    return (
+        f"![Throughput against the number of different vectors in a batch]({picture})\n\n"
+        + textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
+        + "\n"
+    )
+
+
+def vectors_picture() -> str:
+    """Return the picture of :func:`vectors` as SVG, which depends on the results and on matplotlib's version alone."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "vllm-steer", "svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure = Figure(figsize=(7, 3.2), layout="constrained")
+        axes = figure.add_subplot()
+        for (project, ratios), marker in zip(_vectors().items(), "os^", strict=True):
+            counts = sorted(ratios)
+            axes.plot(counts, [ratios[count] for count in counts], marker=marker, label=project)
+        axes.axhline(1, color="gray", linestyle="--", label="stock vLLM")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.set_ylim(0, 1.1)
+        axes.set_xlabel("different vectors in a batch of 256 requests")
+        axes.set_ylabel("throughput / stock vLLM")
+        axes.legend(loc=(0.02, 0.3))
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()

@@ -175,7 +175,12 @@ def vector_formats() -> str:
 FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
 """Projects whose fields are refused by name without their interface, by page."""
 SECTIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "README.md": {"glance": glance, "answers": demo_section.answers, "costs": costs},
+    "README.md": {
+        "glance": glance,
+        "answers": demo_section.answers,
+        "vectors": peer_sections.vectors,
+        "costs": costs,
+    },
     "docs/design/architecture.md": {"rooms": rooms, "stages": stages},
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed},
@@ -196,8 +201,9 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
 
 
 def pages() -> dict[Path, str]:
-    """Return the pages with generated sections, with these sections up to date."""
-    return {ROOT / name: fill((ROOT / name).read_text(), sections) for name, sections in SECTIONS.items()}
+    """Return the pages with generated sections, with these sections up to date, and the picture of one of them."""
+    picture = {peer_sections.VECTORS_PICTURE: peer_sections.vectors_picture()}
+    return picture | {ROOT / name: fill((ROOT / name).read_text(), sections) for name, sections in SECTIONS.items()}
 
 
 def fill(text: str, sections: Mapping[str, Callable[[], str]]) -> str:

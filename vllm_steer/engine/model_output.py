@@ -86,6 +86,10 @@ class AsyncOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
     def get_output(self) -> Any:
         return self._output
 
+    def get_kv_connector_output(self) -> Any:
+        """Return the output of the connector, which vLLM 0.33 asks for when ``get_output`` has failed."""
+        return getattr(self._output, "kv_connector_output", None)
+
 
 def _attach(output: Any, name: str, value: Callable[[], Any], *, wait: bool) -> Any:
     """Set ``output.name`` to ``value()``, at once or, if ``value`` has to wait, in ``get_output``."""
