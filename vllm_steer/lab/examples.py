@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -119,6 +119,40 @@ def read_prompts(source: Source, *, chat: bool = False) -> list[Text]:
     if not prompts:
         raise SteeringError(name, "is empty; give at least one prompt")
     return prompts
+
+
+def read_texts(source: Source | Iterable[Any]) -> list[tuple[Text, str | None]]:
+    """Read texts with their tags, which are None if there are none.
+
+    Args:
+        source: A file of JSON lines (``.jsonl``) or an iterable of their values: strings, token ids, conversations, or
+            ``{"text": ..., "tag": "..."}``. A file with another suffix has one text per line.
+
+    Raises:
+        SteeringError: The file cannot be read, is empty, or a text has another form.
+    """
+    if isinstance(source, (str, Path)) and Path(source).suffix != ".jsonl":
+        try:
+            plain = Path(source).read_text("utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            raise SteeringError("texts", f"{source} cannot be read: {error}; use text or .jsonl") from None
+        name, lines = (
+            str(source),
+            [(f"{source}:{i}", {"text": line}) for i, line in enumerate(plain, 1) if line.strip()],
+        )
+    else:
+        name, lines = _objects(source if isinstance(source, (str, Path)) else list(source), "texts", "text")
+    texts = []
+    for where, line in lines:
+        if "text" not in line:
+            raise SteeringError(where, 'has no text; a line is "..." or {"text": ..., "tag": "..."}')
+        tag = line.get("tag")
+        if tag is not None and not isinstance(tag, str):
+            raise SteeringError(f"{where}.tag", f"must be a text, not {shown(tag)}")
+        texts.append((_text(line["text"], f"{where}.text"), tag))
+    if not texts:
+        raise SteeringError(name, "is empty; give at least one text")
+    return texts
 
 
 def _objects(source: Source, field: str, key: str | None = None) -> tuple[str, list[tuple[str, Mapping[str, Any]]]]:
