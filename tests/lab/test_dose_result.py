@@ -15,6 +15,7 @@ from vllm_steer import SteeringError
 from vllm_steer.lab.dose_result import DoseResult
 from vllm_steer.lab.samples import Kind, Sample, SampleFile, Study, read_samples
 from vllm_steer.lab.scores import Keywords, ProbeScore, repetition, score_name
+from vllm_steer.lab.statistics import chance
 
 DOSES, LAYERS, PROMPTS, CONTROLS = (0.1, 0.2, 0.4), (3, 5), 16, 20
 STUDY = Study(
@@ -93,6 +94,15 @@ def test_effects_of_controls_are_no_better_than_random(given: Given) -> None:
     found = result(given)
     assert found.outcome == "no better than random" and found.range is None
     assert found.verdict.startswith("no better than random: at layer 5 and dose 0.2, the score changes by ")
+
+
+def test_few_controls_need_a_larger_distance() -> None:
+    """Catches one bound of deviations for any number of controls, which 1 of 27 random vectors passes beside four."""
+    for count, freedom_quantile in ((4, 5.8409), (8, 3.4995), (20, 2.8609)):  # Student's t, upper 0.5 %
+        controls = np.arange(count, dtype=float)
+        bound = controls.mean() + freedom_quantile * controls.std(ddof=1) * np.sqrt(1 + 1 / count)
+        assert chance(bound, controls) == pytest.approx(0.005, rel=1e-3)
+    assert chance(2, [1, 1, 1]) == 0 and np.isnan(chance(1, [1, 1, 1])) and chance(0, [1, 1]) == 1
 
 
 def test_incoherent_text_is_told() -> None:

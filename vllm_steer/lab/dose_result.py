@@ -14,14 +14,15 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.lab.samples import Kind, Sample, Study, read_samples
+from vllm_steer.lab.statistics import chance
 from vllm_steer.patching.statistics import summarise
 
 MAX_PERPLEXITY = 2.0
 """Largest perplexity of coherent text under the model without steering, in perplexities of plain text."""
 MAX_REPETITION = 0.3
 """Most that repetition may increase in coherent text."""
-DEVIATIONS = 3.0
-"""Standard deviations of the random directions' effects that an effect must exceed."""
+MAX_CHANCE = 0.005
+"""Largest probability that a random direction has such an effect: 2.9 standard deviations above 20, 6.5 above 4."""
 Outcome = Literal["works", "no better than random", "incoherent"]
 
 
@@ -140,9 +141,13 @@ class DoseResult:
     def better_than_controls(self, dose: float) -> bool:
         """Return whether the effect at a dose is positive, above each control's, and far above the random ones'."""
         cell, others = self.at(dose), self.controls(dose)
-        random = np.array([each.effect for each in others if each.kind == "random"])
-        spread = float(random.mean() + DEVIATIONS * random.std(ddof=1))
-        return cell.low > 0 and cell.effect > max(spread, self.at(-dose).effect, *(each.effect for each in others))
+        above = cell.effect > max(self.at(-dose).effect, *(each.effect for each in others))
+        return above and cell.low > 0 and self.chance(dose) <= MAX_CHANCE
+
+    def chance(self, dose: float) -> float:
+        """Return the probability that a random direction has at least the vector's effect at a dose."""
+        random = [each.effect for each in self.controls(dose) if each.kind == "random"]
+        return chance(self.at(dose).effect, random)
 
     @cached_property
     def range(self) -> tuple[float, float] | None:
@@ -173,6 +178,7 @@ class DoseResult:
         moved = f"the score changes by {cell.effect:+.3g} (95 % interval {cell.low:+.3g} to {cell.high:+.3g})"
         begin = f"{self.outcome}: at layer {layer} and dose {dose:g}, {moved} on {cell.prompts} held-out prompts, "
         begin += f"{len(others)} controls of the same length by {min(others):+.3g} to {max(others):+.3g}"
+        begin += f" (a random direction has this effect with probability {self.chance(dose):.2g})"
         if self.outcome == "no better than random":
             return f"{begin}, the opposite sign by {self.at(-dose).effect:+.3g}"
         if self.range is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of scores of two classes."""
+"""Statistics of scores of two classes, and of an effect beside those of controls."""
 
 from __future__ import annotations
 
@@ -32,3 +32,20 @@ def folds(groups: npt.NDArray[np.int64], classes: npt.NDArray[Any], count: int, 
         members = random.permutation(np.flatnonzero(classes[first] == each))
         fold[members] = np.arange(len(members)) % count
     return fold[np.searchsorted(numbers, groups)]
+
+
+def chance(effect: float, controls: npt.ArrayLike) -> float:
+    """Return the probability that one more control has at least this effect; NaN if all of them are equal to it.
+
+    It is the one-sided tail of Student's t for a new value of a normal sample: the scale is that of the sample's
+    deviation and of its mean, so that few controls need a larger distance. To first order, the effect of a random
+    direction is a component of a random unit vector, which is normal in a wide stream.
+    """
+    others = np.asarray(controls, float)
+    freedom = len(others) - 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = (effect - others.mean()) / (others.std(ddof=1) * np.sqrt(1 + 1 / len(others)))
+    # With t = sqrt(freedom) * tan(angle), the density is a power of the cosine.
+    angles = np.linspace([np.arctan(t / np.sqrt(freedom)), -np.pi / 2], np.pi / 2, 20_001)
+    tail, whole = np.trapezoid(np.cos(angles) ** (freedom - 1), angles, axis=0)
+    return float(tail / whole)
