@@ -387,5 +387,5 @@ def vectors_picture() -> str:
         axes.set_ylabel("throughput / stock vLLM")
         axes.legend(loc=(0.02, 0.3))
         text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return text.getvalue()
