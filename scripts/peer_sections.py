@@ -358,7 +358,8 @@ def vectors() -> str:
     text = (
         f"Throughput of batches of 256 requests ({setup['prompt']} + {setup['generated']} tokens) with different "
         f"vectors at one layer, on one {machine_of(result)} with the layer sizes of Llama 3.1 8B, relative to stock "
-        f"vLLM of the version that each project requires (`benchmarks/results/{VECTORS_RESULT}`). {of_each}."
+        f"vLLM of the version that each project requires (`benchmarks/results/{VECTORS_RESULT}`). {of_each}. "
+        f"{result['note']}"
     )
     picture = VECTORS_PICTURE.relative_to(ROOT)
     return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of other projects in the page are those of the registry's packages."""
+"""The modules of other projects in the page equal the files of the registry's packages."""
 
 from __future__ import annotations
 
