@@ -163,10 +163,8 @@ def harvest(
         read, numbers = read_texts(texts), read_layer_range(layers)  # before the model is loaded, which takes long
         given: dict[str, Any] = {} if positions is None else {"positions": positions}
         found = collect(
-            start_engine(model, context.args, "harvest"),
-            [text if tag is None else {"text": text, "tag": tag} for text, tag in read],
-            out, point=point, layers=numbers, dtype=row_dtype, answer=answer, truncate=truncate, sample=sample,
-            seed=seed, use_tqdm=True, **given,
+            start_engine(model, context.args, "harvest"), read, out, point=point, layers=numbers, dtype=row_dtype,
+            answer=answer, truncate=truncate, sample=sample, seed=seed, use_tqdm=True, **given,
         )  # fmt: skip
     typer.echo(f"{out}: {found.rows} rows per layer of {found.stored} texts")
 

@@ -3,54 +3,50 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from vllm_steer.capture.files.directory import CaptureDirectory, CaptureWriteError
-from vllm_steer.capture.files.format import CaptureFileError, spec_to_dict
 from vllm_steer.capture.files.reader import Captures
 from vllm_steer.capture.files.rotation import ROTATION_LIMITS, RotatingLayout
 from vllm_steer.capture.files.run_lock import RunLock
-from vllm_steer.capture.hidden_states import capture_hidden_states
+from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.errors import SteeringError
 from vllm_steer.fs.dirfd import open_dir, write_atomic
-from vllm_steer.lab.activations import WITHOUT_FIRST, read_site_layers
-from vllm_steer.lab.examples import Source, Text, read_texts
-from vllm_steer.patching.offline import OfflineRunner
+from vllm_steer.lab.activations import WITHOUT_FIRST
+from vllm_steer.lab.text_rows import TextRows, Texts
 from vllm_steer.patching.progress import Progress
-from vllm_steer.patching.runner import ModelFacts
-from vllm_steer.request import CaptureSpec
-from vllm_steer.request.scalars import read_integer
+from vllm_steer.request.scalars import shown
 
 RUN = "harvest"
 """Name of the run in the folder's files."""
 MANIFEST = "harvest.json"
-_BATCH_TEXTS, _BATCH_BYTES = 256, 1 << 29
-"""Most texts, and about the most bytes of rows, that are in memory together."""
 
 
 class Harvest(msgspec.Struct, frozen=True):
     """Settings and counts of a harvest: the file ``harvest.json``. A folder has rows of equal settings only."""
 
     model: str
-    spec: dict[str, Any]
-    """Hook point, layers, positions and dtype, as in a capture spec."""
+    hooks: dict[str, Any]
+    """Layers by hook point."""
+    positions: Any
+    """Tokens of each text, as in a capture spec."""
+    dtype: str
+    """Dtype of the rows."""
     texts: int
     digest: str
     """Hash of the texts and tags, in order."""
     sample: int | None
     seed: int
     answer: bool
-    truncate: bool
+    truncate: int | None
+    """Number of tokens to which longer texts were cut; None if there were to be none."""
     stored: int = 0
     """Texts whose rows are in the files."""
     rows: int = 0
@@ -60,7 +56,7 @@ class Harvest(msgspec.Struct, frozen=True):
 
 def harvest(
     llm: Any,
-    texts: Source,
+    texts: Texts,
     out: str | Path,
     *,
     point: str = "post_block",
@@ -75,8 +71,9 @@ def harvest(
 ) -> Harvest:
     """Run texts through a model and write their rows to capture files, which `open_captures` reads.
 
-    Each text is one request of the run ``harvest``; ``submission`` is its number among the texts, and ``tag`` its tag.
-    The same call goes on where an earlier one ended, even if that was killed: no row is lost or stored twice.
+    Each text is one request of the run ``harvest``. Its ``request_id`` is its number among the texts, and its ``tag``
+    that of the text. All texts are checked before the first one runs. The same call goes on where an earlier one ended,
+    even if that was killed: no row is lost or stored twice.
 
     Args:
         llm: An `LLM` with steering.
@@ -93,140 +90,96 @@ def harvest(
         use_tqdm: Whether to show a progress bar.
 
     Raises:
-        SteeringError: An argument is invalid for the model, a text is too long or has no rows, the folder has another
-            harvest, or it cannot be written.
+        SteeringError: An argument is invalid for the model, a text is too long or has no tokens at the positions, the
+            folder has another harvest or is written by another process, or it cannot be written.
     """
-    given = read_texts(texts)
-    if sample is not None:
-        read_integer(sample, 1, len(given), "sample")
-        given = [given[i] for i in sorted(np.random.default_rng(seed).permutation(len(given))[:sample].tolist())]
-    facts, name, numbers = read_site_layers(llm, point, layers)
-    if not isinstance(positions, str):
-        positions = [list(each) if isinstance(each, tuple) else each for each in positions]
-    spec = {"hooks": {name: list(numbers)}, "positions": positions, "dtype": dtype}
-    stored = spec_to_dict(CaptureSpec(**spec))
-    digest = hashlib.sha256(json.dumps(given, separators=(",", ":")).encode()).hexdigest()[:16]
-    settings = Harvest(facts.model, stored, len(given), digest, sample, seed, answer, truncate)
-    ready, sizes = _tokenized(llm, [text for text, _ in given], facts, answer, truncate, positions)
-    most = max(1, _BATCH_BYTES // (4 * facts.hidden_size * len(numbers)))
-    with _writer(Path(out), settings) as (writer, done), Progress(RUN) if use_tqdm else nullcontext() as bar:
+    ready = TextRows(
+        llm, texts, point=point, layers=layers, positions=positions, dtype=dtype, answer=answer, truncate=truncate,
+        sample=sample, seed=seed,
+    )  # fmt: skip
+    cut = ready.longest if truncate else None
+    settings = Harvest(
+        ready.facts.model, **ready.settings, texts=len(ready), digest=ready.digest, sample=sample, seed=seed,
+        answer=answer, truncate=cut,
+    )  # fmt: skip
+    with _opened(Path(out), settings) as (writer, done), Progress(RUN) if use_tqdm else nullcontext() as bar:
+        left = [number for number in range(len(ready)) if number not in done]
         if bar is not None:
-            bar.count(len(given), len(done), 0)
-        for batch in _batches([i for i in range(len(given)) if i not in done], ready, sizes, most):
-            chat = {"add_generation_prompt": answer} if isinstance(ready[batch[0]][0], dict) else None
-            try:
-                states = capture_hidden_states(llm, [ready[i] for i in batch], **spec, chat_kwargs=chat, use_tqdm=False)
-            except (RuntimeError, SteeringError) as error:  # such as a text without a token at the positions
-                raise SteeringError("texts", f"of the batch from text {batch[0]} on: {error}") from None
-            for number, captured in zip(batch, states, strict=True):
-                tag = {} if (text := given[number][1]) is None else {"tag": text}
-                whole = CaptureSpec(**spec, **tag)
-                writer.write(replace(captured, request_id=str(number), submission=number, spec=whole))
-                done[number] = len(captured.positions(name, numbers[0]))
+            bar.count(len(ready), len(done), 0)
+
+        def write(batch: Sequence[CapturedRequest]) -> None:
+            for captured in batch:
+                writer.write(captured)
+                done[captured.submission] = len(captured.positions(ready.point, ready.layers[0]))
             if bar is not None:
-                bar.count(len(given), len(batch), 0)
-    return msgspec.structs.replace(settings, stored=len(done), rows=sum(done.values()))
+                bar.count(len(ready), len(batch), 0)
+
+        with ThreadPoolExecutor(1) as pool:  # a batch is written while the next one runs
+            written: Future[None] | None = None
+            for batch in ready.batches(left):
+                if written is not None:
+                    written.result()
+                written = pool.submit(write, batch)
+            if written is not None:
+                written.result()
+    return _counted(settings, done)
 
 
 @contextmanager
-def _writer(out: Path, settings: Harvest) -> Iterator[tuple[RotatingLayout, dict[int, int]]]:
-    """Open a folder, and yield its writer and the number of rows of each stored text; keep the manifest."""
-    directory = CaptureDirectory(str(out))
-    lock = RunLock(directory, RUN, advice="or use another folder")
-    writer = RotatingLayout(directory, "sharded", ROTATION_LIMITS["sharded"], RUN)
-    done: dict[int, int] = {}
+def _opened(out: Path, settings: Harvest) -> Iterator[tuple[RotatingLayout, dict[Any, int]]]:
+    """Open a folder for one process; yield its writer and the number of rows of each stored text."""
     try:
-        path = directory.path / MANIFEST
-        try:
-            _check_manifest(path, settings)
-            for request in Captures(directory.path, RUN):
-                if request.submission is not None:
-                    done[request.submission] = request.shape(*request.sites[0])[0]
-        except CaptureFileError as error:
-            raise SteeringError("out", f"{error}; remove that file and run the same harvest again") from None
-        _write_manifest(directory.path, settings, done)
+        directory = CaptureDirectory(str(out))
+        lock = RunLock(directory, RUN, resume=True, advice="or use another folder")
+    except SteeringError as error:
+        raise SteeringError("out", error.problem) from None
+    try:
+        _check_manifest(directory.path / MANIFEST, settings, lock.next_submission > 0)
+        stored = Captures(directory.path, RUN)
+        done: dict[Any, int] = {each.submission: each.shape(*each.sites[0])[0] for each in stored}
+        _write_manifest(directory.path, _counted(settings, done))
+        writer = RotatingLayout(directory, "sharded", ROTATION_LIMITS["sharded"], RUN)
         try:
             yield writer, done
         except CaptureWriteError as error:
-            problem = f"{out}: {error}; the rows of {len(done)} of {settings.texts} texts are stored"
-            raise SteeringError("out", f"{problem}. Make room and run the same harvest again: it goes on") from None
+            problem = f"{error}; {out} has the rows of {len(done)} of {settings.texts} texts"
+            raise SteeringError("out", f"{problem}. Run the same harvest again when it can be written") from None
         finally:
             writer.close()
-        _write_manifest(directory.path, settings, done)
-    except OSError as error:
-        problem = f"{out} cannot be used: {error.strerror or error}"
-        raise SteeringError("out", f"{problem}. Run the same harvest again when it can: it goes on") from None
+        _write_manifest(directory.path, _counted(settings, done))
     finally:
         lock.release()
 
 
-def _check_manifest(path: Path, settings: Harvest) -> None:
-    """Raise SteeringError if the folder has a harvest with other settings, or captures without a manifest."""
+def _counted(settings: Harvest, done: dict[Any, int]) -> Harvest:
+    return msgspec.structs.replace(settings, stored=len(done), rows=sum(done.values()))
+
+
+def _check_manifest(path: Path, settings: Harvest, has_rows: bool) -> None:
+    """Raise SteeringError if the folder has a harvest with other settings, or rows without a manifest."""
     if not path.exists():
-        if len(Captures(path.parent, RUN)):
-            raise SteeringError(
-                "out", f"{path.parent} has rows of a harvest, but not its {MANIFEST}; use another folder"
-            )
+        if has_rows:
+            raise SteeringError("out", f"{path.parent} has a run {RUN!r} without {MANIFEST}; use another folder")
         return
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Harvest)
-    except msgspec.MsgspecError as error:
-        raise SteeringError("out", f"{path} is damaged: {error}; use another folder") from None
-    fields = [name for name in settings.__struct_fields__ if name not in ("stored", "rows")]
-    if names := [name for name in fields if getattr(found, name) != getattr(settings, name)]:
-        problem = f"{path.parent} has the rows of another harvest (other {', '.join(names)})"
+    except (msgspec.MsgspecError, OSError) as error:
+        raise SteeringError("out", f"{path} cannot be read: {error}; use another folder") from None
+    there, here = (msgspec.to_builtins(_counted(each, {})) for each in (found, settings))
+    if names := [name for name in here if there[name] != here[name]]:
+        values = ", ".join(f"{name} {shown(there[name])} instead of {shown(here[name])}" for name in names)
+        problem = f"{path.parent} has the rows of another harvest: {values}"
         raise SteeringError("out", f"{problem}; use another folder, or remove this one")
 
 
-def _write_manifest(folder: Path, settings: Harvest, done: dict[int, int]) -> None:
-    counted = msgspec.structs.replace(settings, stored=len(done), rows=sum(done.values()))
-    descriptor = open_dir(folder)
+def _write_manifest(folder: Path, settings: Harvest) -> None:
     try:
-        write_atomic(MANIFEST, msgspec.json.format(msgspec.json.encode(counted)) + b"\n", descriptor, 0o644)
-    finally:
-        os.close(descriptor)
-
-
-def _tokenized(
-    llm: Any, texts: Sequence[Text], facts: ModelFacts, answer: bool, truncate: bool, positions: Any
-) -> tuple[list[Text], list[int]]:
-    """Return the texts with strings as token ids, and their lengths; raise SteeringError for one that does not fit."""
-    runner = OfflineRunner(llm)
-    most = None if facts.max_model_len is None else facts.max_model_len - 1
-    least = 2 if positions == [[1, None]] else 1
-    ready: list[Text] = []
-    sizes = []
-    for number, text in enumerate(texts):
-        tokens: Any = runner.encode(text, True) if isinstance(text, str) else text
-        chat = isinstance(text[0], dict)
-        if chat:
-            tokens = runner.tokenizer.apply_chat_template(text, add_generation_prompt=answer, return_dict=False)
-        if most is not None and len(tokens) > most:
-            if chat or not truncate:
-                hint = "shorten it" if chat else "shorten it, or set truncate to use its beginning"
-                problem = f"has {len(tokens)} tokens; {facts.model} reads {most} here"
-                raise SteeringError(
-                    f"texts[{number}]", f"{problem}. {hint[0].upper()}{hint[1:]}, or raise max_model_len"
-                )
-            tokens = tokens[:most]
-        if len(tokens) < least:
-            problem = f"has {len(tokens)} token, and rows are taken from the second on"
-            raise SteeringError(f"texts[{number}]", f'{problem}; remove it, or use positions="all_prompt"')
-        ready.append(text if chat else tokens)
-        sizes.append(len(tokens))
-    return ready, sizes
-
-
-def _batches(numbers: Sequence[int], texts: Sequence[Text], sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield numbers of texts that run together: of one form, and of at most ``most`` tokens if there are several."""
-    batch: list[int] = []
-    tokens = 0
-    for number in numbers:
-        other = batch and isinstance(texts[number][0], dict) != isinstance(texts[batch[0]][0], dict)
-        if batch and (other or len(batch) == _BATCH_TEXTS or tokens + sizes[number] > most):
-            yield batch
-            batch, tokens = [], 0
-        batch.append(number)
-        tokens += sizes[number]
-    if batch:
-        yield batch
+        descriptor = open_dir(folder)
+        try:
+            text = msgspec.json.format(msgspec.json.encode(settings)) + b"\n"
+            write_atomic(MANIFEST, text, descriptor, 0o644)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        problem = f"{folder / MANIFEST} cannot be written: {error.strerror or error}"
+        raise SteeringError("out", f"{problem}. Run the same harvest again when it can") from None

@@ -63,7 +63,7 @@ class RunLock:
         except (CaptureFileError, OSError) as error:
             self.release()
             raise SteeringError(
-                "run", f"cannot read the runs of the directory: {error}; move that file away, or leave the name out"
+                "run", f"cannot read the runs of the directory: {error}; move that file away, {advice}"
             ) from None
         except BaseException:
             self.release()
