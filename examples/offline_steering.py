@@ -26,7 +26,7 @@ STRENGTHS = [-0.2, 0.0, 0.2]  # in lengths of the stream
 QUESTION = "What did you see from the window today?"
 
 
-def main(model: str = ".models/SmolLM2-135M-Instruct", layer: str = "10") -> None:
+def main(model: str = ".models/SmolLM2-135M-Instruct", layer: str = "8") -> None:
     llm = LLM(model=model, enable_steering=True, enforce_eager=True, max_model_len=512)  # eager execution starts faster
 
     # Read the stream at the last token of each sentence: [sentences, hidden].

@@ -43,7 +43,11 @@ def main(url: str = "http://localhost:8000", layer: str = "10") -> None:
     vectors = {"post_block": {layer: {"vector": pack(glad - sad), "scale": 1.5}}}
     for label, fields in (("plain", {}), ("steered", {"steering_vectors": vectors})):
         answer = client.completions.create(
-            model=model, prompt="Today I woke up and", max_tokens=16, temperature=0, extra_body=fields
+            model=model,
+            prompt="When I looked out of the window, I",
+            max_tokens=24,
+            temperature=0,
+            extra_body={"repetition_penalty": 1.15} | fields,
         )
         print(f"{label}: {answer.choices[0].text!r}")
 
