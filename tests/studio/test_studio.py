@@ -22,8 +22,9 @@ from tests.studio.browser import CONTRAST, MARKUP, TIMEOUT_MS, UNNAMED, Opened
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=TIMEOUT_MS)
-VIEWS = ("chat", "steer", "probes", "modules", "server")
+VIEWS = ("chat", "steer", "probes", "patching", "modules", "server")
 CHAT_ROUTE = "**/v1/chat/completions"
+PATCH_ROUTE = "**/v1/steering/patch"
 
 
 def say(page: Any, text: str, tokens: int = 12) -> None:
@@ -157,6 +158,70 @@ def test_probes_colour_the_stream_and_stop_it(opened: Opened, pictures: Path) ->
     page.get_by_role("button", name="Run", exact=True).click()
     expect(page.locator(".status")).to_contain_text("finish: stop: ")
     assert page.locator(".token").count() <= min(over) + 1 < len(tokens)
+
+
+def test_patching_draws_cells_as_they_come(opened: Opened, pictures: Path) -> None:
+    """Catches cells in the wrong row or column, a map that waits for the end, and cells out of the keyboard's reach."""
+    page = opened.open("patching")
+    with page.expect_request(PATCH_ROUTE) as sent:
+        page.get_by_role("button", name="Run study").click()
+    page.wait_for_function(
+        """() => { const cells = [...document.querySelectorAll(".heat td")];
+          return document.querySelector("progress") && cells.some((cell) => cell.innerText) &&
+            cells.some((cell) => !cell.innerText); }"""
+    )
+    expect(page.locator(".status")).to_contain_text("done · 150 of 150 cells")
+    expect(page.locator(".status")).to_contain_text("noise floor")
+    body = {**sent.value.post_data_json, "stream": False}
+    key = {"authorization": f"Bearer {opened.server.keys['all']}"}
+    answer = httpx.post(f"{opened.server.url}/v1/steering/patch", json=body, headers=key, timeout=TIMEOUT_MS / 1000)
+    grid = np.array(answer.json()["grids"]["post_block"])
+    shown = np.array([float(each) for each in page.locator(".heat td").all_inner_texts()]).reshape(grid.shape)
+    np.testing.assert_allclose(shown, grid, rtol=0.06, atol=0.01)  # two digits are shown
+    assert np.ptp(grid) > 0.5
+    row, column = 3, 4
+    page.get_by_role("grid", name="Cells by layer and token").get_by_role("gridcell").first.focus()
+    for move in (*["ArrowDown"] * row, "End"):
+        page.keyboard.press(move)
+    expect(page.locator(":focus")).to_have_attribute("data-row", str(row))
+    said = page.locator(".cell").inner_text()
+    assert said.startswith(f"Layer {row}, position {column} ") and "recovered" in said
+    assert abs(float(re.findall(r"recovered (\S+)", said)[0]) - grid[row, column]) < 0.01
+    page.locator('.heat [data-row="20"][data-column="3"]').hover()
+    expect(page.locator(".cell")).to_contain_text("Layer 20, position 3")
+    expect(page.get_by_role("rowheader", name="29", exact=True)).to_be_visible()
+    expect(page.get_by_role("columnheader", name="France").or_(page.get_by_role("columnheader", name="Italy"))).to_be_visible()
+    page.screenshot(path=pictures / "studio-patching.png", full_page=True)
+
+
+def test_patching_shows_errors_and_is_cancelled(opened: Opened) -> None:
+    """Catches an error that is swallowed, before or within the stream, and a study that runs on after its cancel."""
+    page = opened.open("patching")
+    run = page.get_by_role("button", name="Run study")
+    page.get_by_label("Layers").fill("all")
+    run.click()
+    expect(page.get_by_role("alert")).to_contain_text("'all' is neither a number nor a range")
+    page.get_by_label("Layers").fill("2, 99")
+    run.click()
+    expect(page.get_by_role("alert")).to_contain_text("layers[1]")  # the API's own words
+    expect(page.locator(".status")).to_have_text("failed")
+    page.get_by_label("Layers").fill("")
+    with page.expect_event("requestfailed", lambda request: "steering/patch" in request.url):
+        run.click()
+        expect(page.locator(".heat td:not(:empty)").first).to_be_visible()
+        page.get_by_role("button", name="Cancel").click()
+    expect(page.locator(".status")).to_contain_text(re.compile(r"stopped by you · \d+ of 150 cells"))
+    expect(page.get_by_role("alert")).to_have_count(0)
+    assert 0 < page.locator(".heat td:not(:empty)").count() < 150
+    start = {"event": "start", "metric": MARKUP, "points": ["post_block"], "layers": ["0"], "positions": [f"0 {MARKUP}"]}
+    cell = {"event": "cell", "row": 0, "column": 0, "value": None, "error": MARKUP}
+    error = {"event": "error", "error": {"message": MARKUP, "code": 500}}
+    body = "".join(f"data: {json.dumps(each)}\n\n" for each in ({**start, "cells": 1}, cell, error))
+    page.route(PATCH_ROUTE, lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    run.click()
+    expect(page.get_by_role("alert")).to_have_text(MARKUP)
+    expect(page.locator(".cell")).to_contain_text(f"failed, {MARKUP}")
+    expect(page.get_by_role("columnheader").last).to_contain_text("<img")
 
 
 def test_modules_are_uploaded_deleted_and_set_for_everybody(opened: Opened, pictures: Path, tmp_path: Path) -> None:
@@ -321,7 +386,7 @@ def test_pure_parts(opened: Opened) -> None:
             events: api.splitEvents("data: 1\\r\\n\\r\\n: note\\n\\ndata: 2\\n\\ndata: 3"),
             message: [api.messageOf(400, '{"error": {"message": "no"}}'),
               api.messageOf(502, "<h1>"), api.messageOf(500, "")],
-            layers: [chat.readLayers("4-6, 0,29"), fault(() => chat.readLayers("all")), chat.spreadLayers(30, 40, 5)],
+            layers: [chat.readNumbers("4-6, 0,29", "Layers"), fault(() => chat.readNumbers("all", "Layers")), chat.spreadLayers(30, 40, 5)],
             visible: ui.visible(" a b\\n\u202e\u00a0"),
             ranges: server.byReason({0: "a", 1: "a", 2: "b", 5: "a"}),
             split: [turn.splitTexts("␞␞a␞ b␞", 2), turn.splitTexts("␞ ␞a ␞b ␞", 2), turn.splitTexts("␞␞␞a␞", 1)],

@@ -172,3 +172,31 @@ export function curlOf(path, body) {
   const auth = key.value ? ' -H "Authorization: Bearer $VLLM_STEER_API_KEY"' : "";
   return `curl -sN ${quoted(new URL(path, BASE).href)} -H 'Content-Type: application/json'${auth} -d ${quoted(JSON.stringify(body))}`;
 }
+
+/** Return a JSON value as Python writes it. JSON's strings and numbers are Python's, too. */
+export function literalOf(value) {
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (value === null) return "None";
+  if (Array.isArray(value)) return `[${value.map(literalOf).join(", ")}]`;
+  if (typeof value !== "object") return JSON.stringify(value);
+  return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${literalOf(each)}`).join(", ")}}`;
+}
+
+/** Return a script in Python, of the standard library alone, that sends a request and prints the answer as it comes. */
+export function pythonOf(path, body) {
+  const sent = JSON.parse(JSON.stringify(body));
+  const fields = Object.entries(sent).map(([name, value]) => `    ${JSON.stringify(name)}: ${literalOf(value)},\n`);
+  const auth = key.value ? '\nheaders["Authorization"] = "Bearer " + os.environ["VLLM_STEER_API_KEY"]' : "";
+  return `import json
+${key.value ? "import os\n" : ""}import urllib.request
+
+body = {
+${fields.join("")}}
+headers = {"Content-Type": "application/json"}${auth}
+url = ${JSON.stringify(new URL(path, BASE).href)}
+with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+    for line in answer:
+        print(line.decode(), end="")
+`;
+}

@@ -4,12 +4,20 @@
 import { connect, key, link, LOST, model, noReport, refusal, report } from "./api.js";
 import { Chat } from "./chat.js";
 import { Modules, refreshModules } from "./modules.js";
+import { Patching } from "./patching.js";
 import { Probes } from "./probes.js";
 import { Server } from "./server.js";
 import { Steer } from "./steer.js";
 import { effect, Field, html, render, signal, untracked, View } from "./ui.js";
 
-const VIEWS = { chat: ["Chat", Chat], steer: ["Steer", Steer], probes: ["Probes", Probes], modules: ["Modules", Modules], server: ["Server", Server] };
+const VIEWS = {
+  chat: ["Chat", Chat],
+  steer: ["Steer", Steer],
+  probes: ["Probes", Probes],
+  patching: ["Patching", Patching],
+  modules: ["Modules", Modules],
+  server: ["Server", Server],
+};
 
 const view = signal(viewOf(location.hash));
 const typed = signal("");

@@ -3,7 +3,7 @@
 
 import { report } from "./api.js";
 import { modules, problem as refused, refreshModules } from "./modules.js";
-import { CopyCurl, Inspector, Legend, Status, Tokens } from "./tokens.js";
+import { CopyTurn, Inspector, Legend, Status, Tokens } from "./tokens.js";
 import { colour, Turn } from "./turn.js";
 import { chosenOf, Field, html, short, signal, View } from "./ui.js";
 
@@ -197,7 +197,7 @@ export class Probes extends View {
           of.selected.value = index;
         }}
       />
-      <${Status} turn=${turn.value} /><${CopyCurl} turn=${turn.value} />
+      <${Status} turn=${turn.value} /><${CopyTurn} turn=${turn.value} />
       <aside aria-label="Selected token"><${Inspector} turn=${turn.value} /></aside>
     </div>`;
   }

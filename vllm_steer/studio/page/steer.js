@@ -4,7 +4,7 @@
 import { ask, report } from "./api.js";
 import { editsOfFile, editsOfModule, editsOfText, factor, live } from "./edits.js";
 import { modules, problem as refused, refreshModules } from "./modules.js";
-import { CopyCurl, Inspector, Status, Tokens } from "./tokens.js";
+import { CopyTurn, Inspector, Status, Tokens } from "./tokens.js";
 import { colour, firstDifference, Turn } from "./turn.js";
 import { chosenOf, Field, html, short, signal, View, visible } from "./ui.js";
 
@@ -165,7 +165,7 @@ class Side extends View {
           selected.value = of;
         }}
       />
-      <${Status} turn=${turn} /><${CopyCurl} turn=${turn} />
+      <${Status} turn=${turn} /><${CopyTurn} turn=${turn} />
     </section>`;
   }
 }

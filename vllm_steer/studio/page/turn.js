@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // One streamed answer: its tokens with alternatives, lens and scores as they arrive.
 
-import { ask, curlOf, model, stream } from "./api.js";
+import { ask, model, stream } from "./api.js";
 import { batch, signal } from "./ui.js";
 
 const CHUNK = 32;
-const ROUTE = "v1/chat/completions";
+export const ROUTE = "v1/chat/completions";
 
 /**
  * @typedef {object} Token
@@ -124,10 +124,6 @@ export class Turn {
 
   stop() {
     this.abort?.abort();
-  }
-
-  curl() {
-    return this.request ? curlOf(ROUTE, this.request) : "";
   }
 
   /** Send a chat request and take its stream. Returns whether the answer is complete. */
