@@ -17,6 +17,12 @@ export const report = signal(null);
 /** Why there is no report, in the server's words. */
 export const noReport = signal("");
 
+/** Return the hook points that are on, as choices. */
+export function pointChoices() {
+  const on = (report.value?.points ?? []).filter((each) => each.on).map((each) => [each.name, each.name]);
+  return on.length ? on : [["post_block", "post_block"]];
+}
+
 /** An answer of the server that is an error, or a lost connection (status 0). */
 export class ApiError extends Error {
   constructor(status, message) {
@@ -47,7 +53,7 @@ export function messageOf(status, text) {
   return text.trim().slice(0, 500) || `HTTP ${status}`;
 }
 
-async function send(method, path, body, { type = "application/json", signal: abort } = {}) {
+export async function send(method, path, body, { type = "application/json", signal: abort } = {}) {
   const payload = body === undefined || body instanceof ArrayBuffer ? body : JSON.stringify(body);
   let response;
   try {
@@ -112,7 +118,8 @@ export async function* stream(path, body, abort) {
       for (const data of events) {
         if (data === "[DONE]") return;
         const event = JSON.parse(data);
-        if (event.error) throw new ApiError(event.error.code ?? 500, event.error.message ?? JSON.stringify(event.error));
+        // The error of a cell, a text, ends no study.
+        if (event.error?.message) throw new ApiError(event.error.code ?? 500, event.error.message);
         yield event;
       }
     }
@@ -148,7 +155,6 @@ export async function connect() {
   refusal.value = "";
   try {
     model.value = (await ask("GET", "v1/models")).data[0].id;
-    link.value = "yes";
   } catch (error) {
     if (error.status !== 401 && error.status !== 0) noReport.value = error.message;
     return;
@@ -163,6 +169,7 @@ export async function connect() {
         ? "This server has no steering: it was started without --enable-steering. Chat works; steering, lenses and probes do not."
         : error.message;
   }
+  link.value = "yes"; // not before: what is sent without the report has no lens
 }
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;

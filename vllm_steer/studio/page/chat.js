@@ -2,9 +2,10 @@
 // Chat: each token with the sampler's alternatives and a lens by layer; an alternative forks the conversation.
 
 import { report } from "./api.js";
+import { share } from "./share.js";
 import { CopyTurn, Inspector, Legend, Status, Tokens } from "./tokens.js";
 import { colour, settled, Turn } from "./turn.js";
-import { Field, html, signal, View } from "./ui.js";
+import { Field, html, sampling, signal, View } from "./ui.js";
 
 /**
  * A message. Its children are continuations of the conversation; `shown` is the one that the page shows.
@@ -31,6 +32,8 @@ const topK = signal("4");
 const layers = signal("");
 const colouring = signal("depth");
 const problem = signal("");
+
+share("chat", { system, temperature, seed, maxTokens, lens, topK, layers, colouring });
 
 /** Return the messages that are shown, oldest first. */
 export function shownPath(from) {
@@ -68,11 +71,7 @@ function defaultLayers() {
 }
 
 function settings(turn) {
-  const chosen = {
-    max_tokens: Number(maxTokens.value),
-    temperature: Number(temperature.value),
-    seed: Number(seed.value),
-  };
+  const chosen = sampling({ maxTokens, temperature, seed });
   if (lens.value && report.value) {
     turn.layers = layers.value.trim() ? readNumbers(layers.value, "Layers") : defaultLayers();
     if (turn.layers.length) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Patching: a study's cells by layer and token, coloured as they arrive.
 
-import { model, report, stream } from "./api.js";
+import { model, pointChoices, stream } from "./api.js";
 import { readNumbers } from "./chat.js";
+import { share } from "./share.js";
 import { Copy, Legend } from "./tokens.js";
 import { colour } from "./turn.js";
 import { batch, chosenOf, Field, html, short, signal, View, visible } from "./ui.js";
@@ -34,6 +35,7 @@ const state = signal("idle");
 const count = signal(0);
 const at = signal([0, 0]);
 let abort = null;
+share("patching", { clean, corrupt, answer, foil, point, metric, direction, layers, positions });
 
 /** Return the body of the request. Throws if a list of numbers cannot be read. */
 function bodyOf() {
@@ -181,8 +183,7 @@ class Facts extends View {
 
 export class Patching extends View {
   view() {
-    const on = (report.value?.points ?? []).filter((each) => each.on && each.name).map((each) => [each.name, each.name]);
-    const points = on.length ? on : [["post_block", "post_block"]];
+    const points = pointChoices();
     const shown = study.value;
     const running = state.value === "running";
     return html`<div>
