@@ -87,6 +87,7 @@ def test_chat_shows_a_lens_and_forks(opened: Opened, pictures: Path) -> None:
 def test_steer_marks_the_difference_and_moves_in_the_stream(opened: Opened, pictures: Path) -> None:
     """Catches plain and steered answers that are mixed up, and a slider that does not reach the running stream."""
     page = opened.open("steer")
+    page.get_by_label("Module", exact=True).select_option("mood")
     page.get_by_role("button", name="Add module").click()
     page.get_by_label("Most tokens").fill("8")
     slider = page.get_by_role("slider", name="mood")
