@@ -6,6 +6,7 @@ from vllm_steer.lab.dose_result import DoseResult
 from vllm_steer.lab.dose_study import dose
 from vllm_steer.lab.examples import Examples, read_examples
 from vllm_steer.lab.expression import Expression
+from vllm_steer.lab.harvest import Harvest, harvest
 from vllm_steer.lab.methods import make
 from vllm_steer.lab.scores import Keywords, ProbeScore
 
@@ -15,9 +16,11 @@ __all__ = [
     "DoseResult",
     "Examples",
     "Expression",
+    "Harvest",
     "Keywords",
     "ProbeScore",
     "dose",
+    "harvest",
     "make",
     "read_examples",
 ]
