@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // One streamed answer: its tokens with alternatives, lens and scores as they arrive.
 
-import { ask, curlOf, model, stream } from "./api.js";
+import { ask, model, stream } from "./api.js";
 import { batch, signal } from "./ui.js";
 
 const CHUNK = 32;
-const ROUTE = "v1/chat/completions";
+export const ROUTE = "v1/chat/completions";
 
 /**
  * @typedef {object} Token
@@ -64,8 +64,6 @@ export class Turn {
   selected = signal(-1);
   id = signal("");
   applied = signal(null);
-  /** Live strengths by name and generated token, when the answer is complete. */
-  trace = null;
   /** @type {Token[]} */
   tokens = [];
   request = null;
@@ -126,10 +124,6 @@ export class Turn {
     this.abort?.abort();
   }
 
-  curl() {
-    return this.request ? curlOf(ROUTE, this.request) : "";
-  }
-
   /** Send a chat request and take its stream. Returns whether the answer is complete. */
   async run(messages, settings) {
     this.request = {
@@ -171,7 +165,7 @@ export class Turn {
         this.#add({ top_logprobs: [] }, delta, choice.token_ids?.[0]);
       }
       if (choice.readouts) this.#read(choice.readouts);
-      if (choice.steering_trace) this.trace = choice.steering_trace;
+      if (choice.steering_trace) this.#trace(choice.steering_trace);
       if (choice.finish_reason) this.finish.value = [choice.finish_reason, choice.stop_reason && String(choice.stop_reason)].filter(Boolean).join(": ");
     }
   }
@@ -215,6 +209,13 @@ export class Turn {
         else this.#score(name, position, read.values[n]);
       });
     }
+  }
+
+  /** Mark the tokens at which a gate was open. */
+  #trace(trace) {
+    trace.positions?.forEach((position, n) => {
+      if (trace.gates?.[n].some(Boolean)) this.markAt(position, "steered");
+    });
   }
 
   /** The lens at a position shows what the layers predict for the token after it. */
