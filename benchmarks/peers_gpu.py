@@ -65,7 +65,7 @@ def vector(hidden: int, seed: int = 0) -> np.ndarray[Any, Any]:
 def in_turn(
     workload: str, prompts: list[list[int]], vectors: int, captured: Any, steered: Callable[[int], Any]
 ) -> list[Any]:
-    """Return the fields of each request: ``captured``, or those of its vector's number."""
+    """Return the fields of each request: ``captured``, or what ``steered`` makes for its vector."""
     if workload == WORKLOADS[0]:
         return [captured] * len(prompts)
     return [steered(i % vectors if workload == VECTORS else 0) for i in range(len(prompts))]

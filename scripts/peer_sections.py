@@ -358,7 +358,8 @@ def vectors() -> str:
     text = (
         f"Throughput of batches of 256 requests ({setup['prompt']} + {setup['generated']} tokens) with different "
         f"vectors at one layer, on one {machine_of(result)} with the layer sizes of Llama 3.1 8B, relative to stock "
-        f"vLLM of the version that each project requires (`benchmarks/results/{VECTORS_RESULT}`). {of_each}."
+        f"vLLM of the version that each project requires (`benchmarks/results/{VECTORS_RESULT}`). {of_each}. "
+        f"{result['note']}"
     )
     picture = VECTORS_PICTURE.relative_to(ROOT)
     return (
@@ -387,5 +388,5 @@ def vectors_picture() -> str:
         axes.set_ylabel("throughput / stock vLLM")
         axes.legend(loc=(0.02, 0.3))
         text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return text.getvalue()

@@ -30,7 +30,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, ASSETS = ROOT / "docs" / "tutorials", ROOT / "docs" / "assets"
-PAGES = ("which-layer-knows", "monitor", "tone")
+PAGES = ("which-layer-knows", "monitor", "tone", "ten-thousand-rows", "autoencoder")
 """In the order in which they run: a later one may read files of an earlier one."""
 PUBLISHED, LOCAL = "HuggingFaceTB/SmolLM2-135M-Instruct", ROOT / ".models" / "SmolLM2-135M-Instruct"
 SERVER = "http://localhost:8000"

@@ -99,6 +99,7 @@ def test_the_monitor_stops_violence_only(ran: Ran) -> None:
     assert all(space["highest"](scores) <= space["bound"] for scores in space["calm"])
     stopped = [answer.stop_reason is not None for answer in space["watched"]]
     assert stopped == [True, False, False]
+    assert space["streamed"] == space["watched"][0].text
 
 
 @pytest.mark.slow
@@ -108,6 +109,28 @@ def test_the_tone_is_beyond_random_vectors(ran: Ran) -> None:
     best = space["best"]
     assert space["effect"][best] > 1.5 * abs(space["found"]).max()
     assert space["cost"][best] <= 2 * space["cost"][0]
+    assert space["answer"].applied.modules[0].name == "cheerful"
+
+
+@pytest.mark.slow
+def test_the_topic_is_in_the_rows(ran: Ran) -> None:
+    """Catches too few rows, lost labels, and a split that no longer leaks."""
+    space = ran.spaces["ten-thousand-rows"]
+    assert len(space["rows"][12]) >= 10_000
+    assert space["captures"].missing() == []
+    assert max(space["found"].values()) > 3 / len(space["TOPICS"])
+    assert space["leaked"] > max(space["found"].values()) + 0.1
+
+
+@pytest.mark.slow
+def test_the_feature_is_read_and_steers(ran: Ran) -> None:
+    """Catches weights in another scale than the engine reads, and a feature without an effect of its own."""
+    space = ran.spaces["autoencoder"]
+    read = [space["activation"](answer, space["feature"]) for answer in space["answers"]]
+    assert read[1] > 3 * max(read[2:])
+    steered, plain = (space["words"](space[answers]) for answers in ("steered", "plain"))
+    controls = space["controls"]
+    assert steered > max(plain, *controls) and steered > 3 * sum(controls) / len(controls)
 
 
 @pytest.mark.parametrize("name", PAGES)
