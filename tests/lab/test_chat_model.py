@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab on a trained chat model: directions equal those of hooks, and verdicts tell an effect from noise."""
+"""The lab on a trained chat model: directions equal those of hooks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,17 @@ import numpy as np
 import pytest
 
 from demo.run import MODEL
-from demo.texts import CHOICE, MOOD, SHOWN
+from demo.texts import MOOD
 from tests.engine.conftest import close
 from tests.lab.hf import Hooked, cosine
 from tests.tiny import make_llm
-from vllm_steer.lab import Directions, DoseResult, ProbeScore, dose, make, read_examples
+from vllm_steer.lab import make, read_examples
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="the chat model is missing: run `make model`"),
 ]
 EXAMPLES = read_examples([{"positive": plus, "negative": minus} for plus, minus in MOOD.pairs])
-PROMPTS = [
-    *CHOICE, *SHOWN, "What is your favourite place?", "Describe a small town.", "What did the children do?",
-    "Tell me about a journey by train.", "What happened at school?", "Write about an old house.",
-]  # fmt: skip
-LAYER, JUDGED, DOSE = 10, 20, 0.2
-"""Layer that is steered, layer of the probe that judges texts, and the dose."""
 
 
 @pytest.fixture(scope="module")
@@ -48,36 +42,3 @@ def test_directions_are_those_of_hooks(llm: Any) -> None:
         vector = np.linalg.eigh(differences[layer].T @ differences[layer])[1][:, -1]
         assert cosine(components[layer].unit, vector * np.sign(vector @ mean)) > 0.9999, layer
     assert means[12].auroc > 0.9 and 1 < means[12].stream < 200
-
-
-@pytest.fixture(scope="module")
-def score(llm: Any) -> ProbeScore:
-    """Return the component of texts along the direction of a later layer, as the model without steering reads them."""
-    return ProbeScore(make(llm, EXAMPLES, layers=JUDGED)[JUDGED].probe())
-
-
-def study(llm: Any, directions: Directions, score: ProbeScore, **settings: Any) -> DoseResult:
-    given = {"doses": [DOSE], "max_tokens": 16, "sampling": {"repetition_penalty": 1.15}, **settings}
-    return dose(llm, directions, PROMPTS, score=score, chat=True, **given)
-
-
-def test_a_direction_of_examples_works(llm: Any, score: ProbeScore) -> None:
-    """Catches a verdict that never finds an effect, and one that is not of the held-out prompts."""
-    works = study(llm, make(llm, EXAMPLES, layers=LAYER), score, examples=EXAMPLES)
-    assert works.outcome == "works", works.verdict
-    assert works.range == (DOSE, DOSE) and works.chance(DOSE) < 0.005 and works.at(-DOSE).high < 0
-    assert works.at(DOSE).prompts == len(works.study.held_out) == len(PROMPTS) // 2
-    assert {each.prompt for each in works.samples if each.kind == "random"} == set(works.study.held_out)
-
-
-@pytest.mark.parametrize("control", ["random", "shuffled"])
-def test_controls_are_no_better_than_random(llm: Any, score: ProbeScore, control: str) -> None:
-    """Catches a verdict that any vector of the right length passes, and numbers that depend on the run."""
-    directions = make(llm, EXAMPLES.shuffled(0) if control == "shuffled" else EXAMPLES, layers=LAYER)
-    if control == "random":
-        directions = Directions({LAYER: directions[LAYER].random(1, seed=99)[0]}, directions.model, "mean", {})
-    found = study(llm, directions, score, controls=8)
-    assert found.verdict.startswith("no better than random: "), found.verdict
-    if control == "random":
-        again = study(llm, directions, score, controls=8)
-        assert again.samples == found.samples and again.verdict == found.verdict
