@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write captured rows to files and read them back.
 
-python examples/capture_to_disk.py [MODEL [FOLDER]]
+    python examples/capture_to_disk.py [MODEL [FOLDER]]
+
+The default model is the one that `make model` prepares.
 """
 
 import sys
@@ -9,13 +11,13 @@ import tempfile
 
 from vllm_steer import LLM, SamplingParams, open_captures
 
-PROMPTS = ["The list of", "Return the value of", "class "]
+PROMPTS = ["The capital of France is", "My favourite colour is", "Once upon a time"]
 
 
-def main(model: str = "demo/model", folder: str | None = None) -> None:
+def main(model: str = ".models/SmolLM2-135M-Instruct", folder: str | None = None) -> None:
     root = folder or tempfile.mkdtemp()
     consumers = {"filesystem": {"root": root, "layout": "per_request"}}
-    llm = LLM(model=model, enable_steering=True, enforce_eager=True, capture_consumers=consumers)
+    llm = LLM(model=model, enable_steering=True, enforce_eager=True, max_model_len=512, capture_consumers=consumers)
 
     spec = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
     for output in llm.generate(PROMPTS, SamplingParams(max_tokens=4, temperature=0, capture={"filesystem": spec})):

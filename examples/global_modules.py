@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Register steering under a name, use it by name, and apply it to all requests.
 
-python examples/global_modules.py [MODEL]
+    python examples/global_modules.py [MODEL [LAYER]]
+
+The default model is the one that `make model` prepares.
 """
 
 import sys
 
-import numpy as np
+from vllm_steer import LLM, SamplingParams, capture_hidden_states
 
-from vllm_steer import LLM, SamplingParams
+GLAD, SAD = "What a lovely morning, I feel so happy!", "What a miserable morning, I feel so hopeless!"
+PROMPT = "Today I woke up and"
 
-PROMPT = "Once upon a time"
 
+def main(model: str = ".models/SmolLM2-135M-Instruct", layer: str = "10") -> None:
+    llm = LLM(model=model, enable_steering=True, enforce_eager=True, max_model_len=512)
+    states = capture_hidden_states(llm, [GLAD, SAD], hooks={"post_block": [int(layer)]}, dtype="float32")
+    glad, sad = states.tensor("post_block", int(layer))  # rows of the last tokens
 
-def main(model: str = "demo/model") -> None:
-    llm = LLM(model=model, enable_steering=True, enforce_eager=True)
-    direction = np.random.default_rng(0).standard_normal(llm.model_config.get_hidden_size())
-
-    calm = llm.steering.register("calm", base={"post_block": {1: {"vector": direction, "scale": 8.0}}})
-    print("registered:", calm.digest)
+    module = llm.steering.register("glad", base={"post_block": {int(layer): {"vector": glad - sad, "scale": 0.5}}})
+    print("registered:", module.digest)
 
     plain = SamplingParams(temperature=0, max_tokens=16)
-    by_name = SamplingParams(temperature=0, max_tokens=16, steering_modules=[("calm", 1.5)])
+    by_name = SamplingParams(temperature=0, max_tokens=16, steering_modules=[("glad", 1.5)])
     show("plain", llm.generate(PROMPT, plain))
     show("by name", llm.generate(PROMPT, by_name))
 
-    llm.steering.set(modules=["calm"])  # applies to every request from now on
+    llm.steering.set(modules=["glad"])  # applies to every request from now on
     show("global", llm.generate(PROMPT, plain))
     llm.steering.clear()
     show("cleared", llm.generate(PROMPT, plain))

@@ -16,6 +16,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import capture_specs
 
 SITE = ("post_block", 3)
+ENGINE = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
 
 
 def test_rows_are_separate_for_each_prompt() -> None:
@@ -39,6 +40,8 @@ def test_errors_name_the_prompt(status: Any, unreached: tuple[int, ...], problem
     """Catches an error with vLLM's request number, which differs from the prompt's after an earlier call."""
 
     class Model:
+        llm_engine = ENGINE
+
         def generate(self, prompts: list[str], params: Any, use_tqdm: bool) -> list[Any]:
             good, bad = CaptureResult("ok", None, None), CaptureResult(status, "aborted", None, unreached)
             return [
@@ -60,6 +63,8 @@ def test_reduced_rows_have_one_row_per_prompt() -> None:
 
 class CountingModel:
     """A model that notes its prompts, and returns one result for each."""
+
+    llm_engine = ENGINE
 
     def chat(self, prompts: list[Any], params: Any, use_tqdm: bool, **options: Any) -> list[Any]:
         self.options = options

@@ -70,7 +70,7 @@ def url(
     # One slot more than there are adapters: see tests/engine/test_lora.py.
     flags += ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", "--lora-modules"]
     flags += [f"{name}={path}" for name, path in adapters.items()]
-    yield from run_server(model_path, flags, tmp_path_factory.mktemp("log") / "server.log")
+    yield from run_server(model_path, flags, tmp_path_factory.mktemp("log") / "server.log", warm=True)
 
 
 def steered_states(

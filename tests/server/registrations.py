@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import httpx
 
@@ -21,7 +22,7 @@ def register_during_a_kill(
     """Return the digests of the last acknowledged modules of four streams of registrations.
 
     Each registration uses a new connection, so that all processes behind a URL receive some. A stream ends with its
-    server. Names are ``mSEED.STREAM.NUMBER``.
+    server, after one registration at least. Names are ``mSEED.STREAM.NUMBER``.
 
     Args:
         urls: The servers, which the streams use in turn.
@@ -31,6 +32,7 @@ def register_during_a_kill(
         seed: Part of the names.
     """
     acknowledged: dict[str, str] = {}
+    all_began = Barrier(_STREAMS, timeout=60)
 
     def stream(number: int) -> None:
         with contextlib.suppress(httpx.TransportError):
@@ -42,6 +44,8 @@ def register_during_a_kill(
                 if response.status_code != 200:
                     return
                 acknowledged[name] = response.json()["digest"]
+                if i == 0:
+                    all_began.wait()
                 if number == 0 and i == kill_at:
                     kill()
 

@@ -129,12 +129,20 @@ def _wait_until_healthy(process: subprocess.Popen[bytes] | WarmProcess, url: str
     with httpx.Client(timeout=5) as client:  # one for all attempts: a new one loads all certificates
         while time.monotonic() < deadline:
             if process.poll() is not None:
-                raise RuntimeError(f"the server ended with {process.poll()}:\n{log.read_text()[-4000:]}")
+                raise RuntimeError(f"the server ended with {process.poll()}:\n{_errors(log)}")
             with contextlib.suppress(httpx.TransportError):
                 if client.get(f"{url}/health").status_code == 200:
                     return
             time.sleep(0.3)
-    raise RuntimeError(f"no server after {START_TIMEOUT:.0f} s:\n{log.read_text()[-4000:]}")
+    raise RuntimeError(f"no server after {START_TIMEOUT:.0f} s:\n{_errors(log)}")
+
+
+def _errors(log: Path) -> str:
+    """Return a log from shortly before its first error on. The engine's error is written before the API server's."""
+    text = log.read_text()
+    errors = [found for word in ("ERROR", "Traceback") if (found := text.find(word)) >= 0]
+    start = max(min(errors, default=len(text) - 4000) - 1000, 0)
+    return text[start : start + 8000]
 
 
 def _end(process: subprocess.Popen[bytes] | WarmProcess) -> None:

@@ -60,7 +60,7 @@ def servers(
     def start(i: int) -> Server:
         stack, log = contextlib.ExitStack(), folder / f"{i}.log"
         run = contextlib.contextmanager(run_server)
-        return Server(stack.enter_context(run(model, flags, log)), log, stack)
+        return Server(stack.enter_context(run(model, flags, log, warm=True)), log, stack)
 
     with ThreadPoolExecutor(2) as pool:  # both create the tables
         started = list(pool.map(start, range(2)))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -121,7 +122,9 @@ def capture_hidden_states(
         raise SteeringError("chat_kwargs", "is for conversations, lists of messages with a role; leave it out")
     run = partial(llm.chat, **(chat_kwargs or {})) if chats else llm.generate
     captured = []
-    for i, output in enumerate(run(several, params, use_tqdm=use_tqdm)):
+    with none_left_running(llm):
+        outputs = run(several, params, use_tqdm=use_tqdm)
+    for i, output in enumerate(outputs):
         result = output.capture_results["memory"]
         if result.status != "ok":
             raise RuntimeError(f"prompts[{i}]: {result.error}")
@@ -132,6 +135,20 @@ def capture_hidden_states(
             )
         captured.append(result.data)
     return HiddenStates(tuple(captured))
+
+
+@contextmanager
+def none_left_running(llm: Any) -> Iterator[None]:
+    """End the requests of a call that fails, such as by Ctrl-C: vLLM would return their outputs from the next call."""
+    engine = llm.llm_engine
+    states = engine.output_processor.request_states
+    others = set(states)
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):  # the engine has ended
+            engine.abort_request([each for each in states if each not in others], internal=True)
+        raise
 
 
 def _as_list(prompts: Any) -> list[Any]:

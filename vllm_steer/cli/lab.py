@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer make`` and ``dose``: directions from examples, and what they do."""
+"""``vllm-steer make``, ``dose`` and ``harvest``: directions from examples, what they do, and rows of many texts."""
 
 from __future__ import annotations
 
@@ -131,6 +131,42 @@ def dose(
     values = ([getattr(cell, name) for name in columns] for cell in cells)
     print_table(columns, (tuple(f"{v:.3g}" if isinstance(v, float) else v for v in line) for line in values))
     typer.echo(result.verdict)
+
+
+def harvest(
+    context: typer.Context,
+    texts: Annotated[
+        Path, typer.Argument(metavar="TEXTS", help="JSON lines (.jsonl), or a file with a text per line.")
+    ],
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Folder of the files; an interrupted harvest goes on there.")],
+    layers: Layers = "all",
+    point: Point = "post_block",
+    positions: Annotated[
+        str | None, typer.Option(help="Tokens of each text, such as last_prompt; all but the first by default.")
+    ] = None,
+    row_dtype: Annotated[str | None, typer.Option(help="Dtype of the rows; the model's by default.")] = None,
+    answer: Annotated[
+        bool, typer.Option("--answer", help="End conversations with the beginning of an answer.")
+    ] = False,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Use the beginning of texts that are too long.")] = False,
+    sample: Annotated[int | None, typer.Option(help="Draw this number of texts at random; all by default.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Write the rows of many texts to capture files, which open_captures and the command captures read."""
+    from vllm_steer.errors import SteeringError
+
+    with failing_on(SteeringError):
+        from vllm_steer.lab.examples import read_texts
+        from vllm_steer.lab.harvest import harvest as collect
+
+        read, numbers = read_texts(texts), read_layer_range(layers)  # before the model is loaded, which takes long
+        given: dict[str, Any] = {} if positions is None else {"positions": positions}
+        found = collect(
+            start_engine(model, context.args, "harvest"), read, out, point=point, layers=numbers, dtype=row_dtype,
+            answer=answer, truncate=truncate, sample=sample, seed=seed, use_tqdm=True, **given,
+        )  # fmt: skip
+    typer.echo(f"{out}: {found.rows} rows per layer of {found.stored} texts")
 
 
 def _score(words: str | None, against: str, function: str | None) -> Any:

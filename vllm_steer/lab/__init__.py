@@ -6,7 +6,9 @@ from vllm_steer.lab.dose_result import DoseResult
 from vllm_steer.lab.dose_study import dose
 from vllm_steer.lab.examples import Examples, read_examples
 from vllm_steer.lab.expression import Expression
+from vllm_steer.lab.harvest import Harvest, harvest
 from vllm_steer.lab.methods import make
+from vllm_steer.lab.row_stream import RowBatch, RowStream
 from vllm_steer.lab.scores import Keywords, ProbeScore
 
 __all__ = [
@@ -15,9 +17,13 @@ __all__ = [
     "DoseResult",
     "Examples",
     "Expression",
+    "Harvest",
     "Keywords",
     "ProbeScore",
+    "RowBatch",
+    "RowStream",
     "dose",
+    "harvest",
     "make",
     "read_examples",
 ]

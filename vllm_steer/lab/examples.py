@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +119,49 @@ def read_prompts(source: Source, *, chat: bool = False) -> list[Text]:
     if not prompts:
         raise SteeringError(name, "is empty; give at least one prompt")
     return prompts
+
+
+class TextLine(NamedTuple):
+    """A text with its tag, and its place in errors: file and line, or number."""
+
+    text: Text
+    tag: str | None
+    place: str
+
+
+def read_texts(source: Source | Iterable[Any]) -> list[TextLine]:
+    """Read texts and their tags.
+
+    Args:
+        source: A file of JSON lines (``.jsonl``) or an iterable of their values: strings, token ids, conversations, or
+            ``{"text": ..., "tag": "..."}``. A file with another suffix has one text per line. What this function has
+            returned is returned as it is.
+
+    Raises:
+        SteeringError: The file cannot be read, is empty, or a text has another form.
+    """
+    if isinstance(source, (str, Path)) and Path(source).suffix != ".jsonl":
+        try:
+            plain = Path(source).read_text("utf-8").split("\n")
+        except (OSError, UnicodeError) as error:
+            raise SteeringError("texts", f"{source} cannot be read: {error}; use UTF-8 text or .jsonl") from None
+        name, texts = str(source), [TextLine(t, None, f"{source}:{i}") for i, t in enumerate(plain, 1) if t.strip()]
+    else:
+        given = source if isinstance(source, (str, Path)) else list(source)
+        if given and not isinstance(given, (str, Path)) and all(isinstance(each, TextLine) for each in given):
+            return given
+        name, objects = _objects(given, "texts", "text")
+        texts = []
+        for where, line in objects:
+            if "text" not in line:
+                raise SteeringError(where, 'has no text; a line is "..." or {"text": ..., "tag": "..."}')
+            tag = line.get("tag")
+            if tag is not None and not isinstance(tag, str):
+                raise SteeringError(f"{where}.tag", f"must be a text, not {shown(tag)}")
+            texts.append(TextLine(_text(line["text"], f"{where}.text"), tag, where))
+    if not texts:
+        raise SteeringError(name, "is empty; give at least one text")
+    return texts
 
 
 def _objects(source: Source, field: str, key: str | None = None) -> tuple[str, list[tuple[str, Mapping[str, Any]]]]:

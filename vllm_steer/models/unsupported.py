@@ -20,8 +20,30 @@ _OTHER_KERNELS: Final = (
 
 _OTHERS: Final = ("amd", "xpu")
 
+_NEW: Final = "it is new in vLLM 0.33, and no proof of its hook points has run"
+_FUSED: Final = (
+    "its additions to the residual stream are parts of kernels, for which no proof of its hook points has run"
+)
+_DRAFT: Final = "it is a layer of a draft model, which is not steered"
+_SPHERE: Final = (
+    "each of its layers is an attention or an MLP alone, whose output is mixed into the stream by an interpolation on "
+    "a sphere, so no tensor holds a stream between attention and MLP"
+)
+
 UNSUPPORTED: Final[Mapping[str, str]] = {
     "vllm.models.inkling.amd.model.InklingDecoderLayer": _NOT_NVIDIA,
+    "vllm.models.deepseek_v32.amd.model.DeepseekV32DecoderLayer": _NOT_NVIDIA,
+    # Classes that are new in 0.33.
+    "vllm.models.beam.nvidia.model.BeamDecoderLayer": _FUSED,
+    "vllm.models.beam.nvidia.dflash2.DFlash2BeamDecoderLayer": _DRAFT,
+    "vllm.models.flint.model.FlintDecoderLayer": _FUSED,
+    "vllm.models.muse_spark.amd.model.MuseSpark1xDecoderLayer": _FUSED,
+    "vllm.models.muse_spark.nvidia.model.MuseSpark1xDecoderLayer": _FUSED,
+    "vllm.models.muse_spark.common.dspark.MuseSparkDSparkDecoderLayer": _DRAFT,
+    "vllm.models.step5.nvidia.model.Step5DecoderLayer": _NEW,
+    MODULES + "domyn_edge.DomynEdgeDecoderLayer": _NEW,
+    MODULES + "dory.DoryDecoderLayer": _SPHERE,
+    MODULES + "nemotron_parse3_5.MBartDecoderLayer": _NEW,
     **{
         f"vllm.models.{family}.{platform}.model.{layer}": _OTHER_KERNELS
         for family, layer in (

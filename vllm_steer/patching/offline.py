@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from vllm_steer.capture.hidden_states import none_left_running
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, engine_context
 from vllm_steer.frontend.logprobs import check_logprobs_mode
@@ -141,15 +141,8 @@ class OfflineRunner(LocalRunner):
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[Any]:
         wrapped = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-        engine = self._llm.llm_engine
-        states = engine.output_processor.request_states
-        others = set(states)
-        try:
+        with none_left_running(self._llm):
             outputs: list[Any] = self._llm.generate(wrapped, params, use_tqdm=False)
-        except BaseException:  # Ctrl-C, for example: vLLM would return the outputs of these requests from the next call
-            with suppress(Exception):  # the engine has ended
-                engine.abort_request([each for each in states if each not in others], internal=True)
-            raise
         return outputs
 
 

@@ -204,7 +204,7 @@ def test_name_of_a_running_writer_is_refused(tmp_path: Path) -> None:
 def test_damaged_journal_and_a_named_run(tmp_path: Path) -> None:
     """Catches a name that is accepted unchecked, and a traceback instead of what to do."""
     (tmp_path / "requests-1.jsonl").write_bytes(b"{\n")
-    with pytest.raises(SteeringError, match=r"run: cannot read the runs of the directory: .* leave the name out"):
+    with pytest.raises(SteeringError, match=r"run: cannot read the runs of the directory: .* or leave it out"):
         FilesystemConsumer(root=str(tmp_path), run="baseline")
     FilesystemConsumer(root=str(tmp_path)).close()
 

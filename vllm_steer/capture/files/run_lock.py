@@ -25,13 +25,14 @@ _ADVICE = "choose another name, or leave it out"
 class RunLock:
     """Lock of a run's name, held until `release`. A killed process leaves an empty file without a lock."""
 
-    def __init__(self, directory: CaptureDirectory, run: str, *, resume: bool = False) -> None:
+    def __init__(self, directory: CaptureDirectory, run: str, *, resume: bool = False, advice: str = _ADVICE) -> None:
         """Lock the name.
 
         Args:
             directory: Directory of the run's files.
             run: The name.
             resume: Whether to go on with a run of this name.
+            advice: What to do if the name is not free: the end of the error.
 
         Raises:
             SteeringError: A running process uses the name, the directory has it and ``resume`` is not set, or the
@@ -47,22 +48,22 @@ class RunLock:
             self._fd: int | None = self._lock()
         except BlockingIOError:
             raise SteeringError(
-                "run", f"a running process writes the run {shown(run)} in {directory.path}; end it, {_ADVICE}"
+                "run", f"a running process writes the run {shown(run)} in {directory.path}; end it, {advice}"
             ) from None
         except OSError as error:
-            raise SteeringError("run", f"cannot lock {self._path}: {error.strerror}; {_ADVICE}") from None
+            raise SteeringError("run", f"cannot lock {self._path}: {error.strerror}; {advice}") from None
         try:
             if resume:
                 self._read(directory, run)
             elif any(entry.run == run for entry in read_journals(directory.path)):
                 raise SteeringError(
                     "run",
-                    f"{directory.path} already has requests of a run {shown(run)}; {_ADVICE}, or set resume=true",
+                    f"{directory.path} already has requests of a run {shown(run)}; {advice}, or set resume=true",
                 )
         except (CaptureFileError, OSError) as error:
             self.release()
             raise SteeringError(
-                "run", f"cannot read the runs of the directory: {error}; move that file away, or leave the name out"
+                "run", f"cannot read the runs of the directory: {error}; move that file away, {advice}"
             ) from None
         except BaseException:
             self.release()

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of many texts as capture files, which an interrupted run goes on with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_steer.capture.files.directory import CaptureDirectory, CaptureWriteError
+from vllm_steer.capture.files.reader import Captures
+from vllm_steer.capture.files.rotation import ROTATION_LIMITS, RotatingLayout
+from vllm_steer.capture.files.run_lock import RunLock
+from vllm_steer.capture.results import CapturedRequest
+from vllm_steer.errors import SteeringError
+from vllm_steer.fs.dirfd import open_dir, write_atomic
+from vllm_steer.lab.activations import WITHOUT_FIRST
+from vllm_steer.lab.text_rows import TextRows, Texts
+from vllm_steer.patching.progress import Progress
+from vllm_steer.request.scalars import shown
+
+RUN = "harvest"
+"""Name of the run in the folder's files."""
+MANIFEST = "harvest.json"
+
+
+class Harvest(msgspec.Struct, frozen=True):
+    """Settings and counts of a harvest: the file ``harvest.json``. A folder has rows of equal settings only."""
+
+    model: str
+    hooks: dict[str, Any]
+    """Layers by hook point."""
+    positions: Any
+    """Tokens of each text, as in a capture spec."""
+    dtype: str
+    """Dtype of the rows."""
+    texts: int
+    digest: str
+    """Hash of the texts and tags, in order."""
+    sample: int | None
+    seed: int
+    answer: bool
+    truncate: int | None
+    """Number of tokens to which longer texts were cut; None if there were to be none."""
+    stored: int = 0
+    """Texts whose rows are in the files."""
+    rows: int = 0
+    """Rows per layer in the files."""
+    version: int = 1
+
+
+def harvest(
+    llm: Any,
+    texts: Texts,
+    out: str | Path,
+    *,
+    point: str = "post_block",
+    layers: Any = "all",
+    positions: Any = WITHOUT_FIRST,
+    dtype: Any = None,
+    answer: bool = False,
+    truncate: bool = False,
+    sample: int | None = None,
+    seed: int = 0,
+    use_tqdm: bool = False,
+) -> Harvest:
+    """Run texts through a model and write their rows to capture files, which `open_captures` reads.
+
+    Each text is one request of the run ``harvest``. Its ``request_id`` is its number among the texts, and its ``tag``
+    that of the text. All texts are checked before the first one runs. The same call goes on where an earlier one ended,
+    even if that was killed: no row is lost or stored twice.
+
+    Args:
+        llm: An `LLM` with steering.
+        texts: A file of texts or an iterable; see `read_texts`.
+        out: Folder of the files. It is created if it does not exist.
+        point: Hook point.
+        layers: Layers, or ``"all"``.
+        positions: Tokens of each text, as in a capture spec: all but the first by default.
+        dtype: Dtype of the rows; the model's by default.
+        answer: Whether conversations end with the tokens that begin an answer.
+        truncate: Whether to use the beginning of texts that are too long for the model, instead of refusing them.
+        sample: Number of texts to draw at random; all by default.
+        seed: Seed of the draw.
+        use_tqdm: Whether to show a progress bar.
+
+    Raises:
+        SteeringError: An argument is invalid for the model, a text is too long or has no tokens at the positions, the
+            folder has another harvest or is written by another process, or it cannot be written.
+    """
+    ready = TextRows(
+        llm, texts, point=point, layers=layers, positions=positions, dtype=dtype, answer=answer, truncate=truncate,
+        sample=sample, seed=seed,
+    )  # fmt: skip
+    cut = ready.longest if truncate else None
+    settings = Harvest(
+        ready.facts.model, **ready.settings, texts=len(ready), digest=ready.digest, sample=sample, seed=seed,
+        answer=answer, truncate=cut,
+    )  # fmt: skip
+    with _opened(Path(out), settings) as (writer, done), Progress(RUN) if use_tqdm else nullcontext() as bar:
+        left = [number for number in range(len(ready)) if number not in done]
+        if bar is not None:
+            bar.count(len(ready), len(done), 0)
+
+        def write(batch: Sequence[CapturedRequest]) -> None:
+            for captured in batch:
+                writer.write(captured)
+                done[captured.submission] = len(captured.positions(ready.point, ready.layers[0]))
+            if bar is not None:
+                bar.count(len(ready), len(batch), 0)
+
+        with ThreadPoolExecutor(1) as pool:  # a batch is written while the next one runs
+            written: Future[None] | None = None
+            for batch in ready.batches(left):
+                if written is not None:
+                    written.result()
+                written = pool.submit(write, batch)
+            if written is not None:
+                written.result()
+    return _counted(settings, done)
+
+
+@contextmanager
+def _opened(out: Path, settings: Harvest) -> Iterator[tuple[RotatingLayout, dict[Any, int]]]:
+    """Open a folder for one process; yield its writer and the number of rows of each stored text."""
+    try:
+        directory = CaptureDirectory(str(out))
+        lock = RunLock(directory, RUN, resume=True, advice="or use another folder")
+    except SteeringError as error:
+        raise SteeringError("out", error.problem) from None
+    try:
+        _check_manifest(directory.path / MANIFEST, settings, lock.next_submission > 0)
+        stored = Captures(directory.path, RUN)
+        done: dict[Any, int] = {each.submission: each.shape(*each.sites[0])[0] for each in stored}
+        _write_manifest(directory.path, _counted(settings, done))
+        writer = RotatingLayout(directory, "sharded", ROTATION_LIMITS["sharded"], RUN)
+        try:
+            yield writer, done
+        except CaptureWriteError as error:
+            problem = f"{error}; {out} has the rows of {len(done)} of {settings.texts} texts"
+            raise SteeringError("out", f"{problem}. Run the same harvest again when it can be written") from None
+        finally:
+            writer.close()
+        _write_manifest(directory.path, _counted(settings, done))
+    finally:
+        lock.release()
+
+
+def _counted(settings: Harvest, done: dict[Any, int]) -> Harvest:
+    return msgspec.structs.replace(settings, stored=len(done), rows=sum(done.values()))
+
+
+def _check_manifest(path: Path, settings: Harvest, has_rows: bool) -> None:
+    """Raise SteeringError if the folder has a harvest with other settings, or rows without a manifest."""
+    if not path.exists():
+        if has_rows:
+            raise SteeringError("out", f"{path.parent} has a run {RUN!r} without {MANIFEST}; use another folder")
+        return
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Harvest)
+    except (msgspec.MsgspecError, OSError) as error:
+        raise SteeringError("out", f"{path} cannot be read: {error}; use another folder") from None
+    there, here = (msgspec.to_builtins(_counted(each, {})) for each in (found, settings))
+    if names := [name for name in here if there[name] != here[name]]:
+        values = ", ".join(f"{name} {shown(there[name])} instead of {shown(here[name])}" for name in names)
+        problem = f"{path.parent} has the rows of another harvest: {values}"
+        raise SteeringError("out", f"{problem}; use another folder, or remove this one")
+
+
+def _write_manifest(folder: Path, settings: Harvest) -> None:
+    try:
+        descriptor = open_dir(folder)
+        try:
+            text = msgspec.json.format(msgspec.json.encode(settings)) + b"\n"
+            write_atomic(MANIFEST, text, descriptor, 0o644)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        problem = f"{folder / MANIFEST} cannot be written: {error.strerror or error}"
+        raise SteeringError("out", f"{problem}. Run the same harvest again when it can") from None

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts of one capture: checked as a whole before the first one runs, and run batch by batch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from vllm_steer.capture.files.format import spec_to_dict
+from vllm_steer.capture.hidden_states import capture_hidden_states
+from vllm_steer.capture.results import CapturedRequest
+from vllm_steer.engine.capabilities import DTYPE_BYTES
+from vllm_steer.errors import SteeringError
+from vllm_steer.lab.activations import WITHOUT_FIRST, read_site_layers
+from vllm_steer.lab.examples import Source, TextLine, read_texts
+from vllm_steer.patching.offline import OfflineRunner
+from vllm_steer.request import CaptureSpec
+from vllm_steer.request.scalars import read_integer
+
+Texts: TypeAlias = "Source | Iterable[Any]"
+_BATCH_TEXTS, _BATCH_BYTES = 256, 1 << 30
+"""Most texts, and about the most bytes of rows, of one batch."""
+
+
+class TextRows:
+    """Texts that fit the model, and what is captured of each: one request per text, numbered from 0."""
+
+    def __init__(
+        self,
+        llm: Any,
+        texts: Texts,
+        *,
+        point: str = "post_block",
+        layers: Any = "all",
+        positions: Any = WITHOUT_FIRST,
+        dtype: Any = None,
+        answer: bool = False,
+        truncate: bool = False,
+        sample: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Read and check all texts; see `harvest` for the arguments.
+
+        Raises:
+            SteeringError: An argument is invalid for the model, or a text is too long or has no token at the positions.
+        """
+        self._llm = llm
+        lines = read_texts(texts)
+        chosen = np.arange(len(lines))
+        if sample is not None:
+            read_integer(sample, 1, len(lines), "sample")
+            random = np.random.default_rng(read_integer(seed, 0, 2**63 - 1, "seed"))
+            chosen = np.sort(random.permutation(chosen)[:sample])
+        self.places = chosen.tolist()
+        """Number of each text among all that were given."""
+        self.lines = [lines[i] for i in self.places]
+        self.facts, self.point, self.layers = read_site_layers(llm, point, layers)
+        self._runner = OfflineRunner(llm)
+        if not isinstance(positions, str):
+            positions = [list(each) if isinstance(each, tuple) else each for each in positions]
+        dtype = dtype or self._runner.context.capabilities.dtype
+        self._spec = {"hooks": {self.point: list(self.layers)}, "positions": positions, "dtype": dtype}
+        self.spec = CaptureSpec(**self._spec)
+        self.answer = answer
+        most = self.facts.max_model_len
+        self.longest = None if most is None else most - 1
+        """Most tokens of a text, to which `harvest` cuts longer ones with ``truncate``."""
+        checked = [self._check(line, truncate) for line in self.lines]
+        self._ready: list[Any] = [text for text, _ in checked]
+        self._sizes = [size for _, size in checked]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is captured, as JSON: hooks, positions and dtype."""
+        return {key: value for key, value in spec_to_dict(self.spec).items() if key in self._spec}
+
+    @property
+    def digest(self) -> str:
+        """Hash of the texts and tags, in order."""
+        hashed = hashlib.sha256()
+        for line in self.lines:
+            hashed.update(json.dumps([line.text, line.tag], separators=(",", ":")).encode())
+        return hashed.hexdigest()[:16]
+
+    def batches(self, numbers: Sequence[int]) -> Iterator[list[CapturedRequest]]:
+        """Run texts and yield their rows in batches, in order; ``submission`` is the text's number.
+
+        Raises:
+            SteeringError: The engine refuses a text, or rows are missing.
+        """
+        for batch in self._split(numbers):
+            ready = [self._ready[i] for i in batch]
+            chat = {"add_generation_prompt": self.answer} if isinstance(ready[0][0], dict) else None
+            prompts = ready if chat else [{"prompt_token_ids": tokens.tolist()} for tokens in ready]
+            try:
+                states = capture_hidden_states(self._llm, prompts, **self._spec, chat_kwargs=chat, use_tqdm=False)
+            except (RuntimeError, ValueError) as error:
+                first, last = self.lines[batch[0]].place, self.lines[batch[-1]].place
+                raise SteeringError("texts", f"the engine failed between {first} and {last}: {error}") from error
+            yield [self._named(number, captured) for number, captured in zip(batch, states, strict=True)]
+
+    def _named(self, number: int, captured: CapturedRequest) -> CapturedRequest:
+        """Return the rows with the text's number and tag."""
+        tag = self.lines[number].tag
+        spec = self.spec if tag is None else CaptureSpec(**self._spec, options={"tag": tag})
+        return replace(captured, request_id=str(self.places[number]), submission=number, spec=spec)
+
+    def _check(self, line: TextLine, truncate: bool) -> tuple[Any, int]:
+        """Return a text, as int32 token ids unless it is a conversation, and its length."""
+        text, selector = line.text, self.spec.tokens
+        chat = isinstance(text[0], dict)
+        if chat:
+            if self._runner.tokenizer is None:
+                raise SteeringError(line.place, self._runner.no_tokenizer)
+            template = self._runner.tokenizer.apply_chat_template
+            tokens: Any = template(text, add_generation_prompt=self.answer, return_dict=False)
+        else:
+            tokens = self._runner.encode(text, True) if isinstance(text, str) else text
+            low, high, last = min(tokens, default=0), max(tokens, default=0), self.facts.vocab_size - 1
+            if not 0 <= low <= high <= last:
+                problem = f"has token ids from {low} to {high}, and {self.facts.model} has 0 to {last}"
+                raise SteeringError(line.place, f"{problem}; make them with its tokenizer")
+            if selector.is_prompt_part:
+                problem = f"is not a conversation, so that it has no {selector.to_wire()}; use other positions"
+                raise SteeringError(line.place, problem)
+        if self.longest is not None and len(tokens) > self.longest:
+            if chat or not truncate:
+                hint = "Shorten it" if chat else "Shorten it, set truncate to use its beginning"
+                problem = f"has {len(tokens)} tokens, and {self.facts.model} reads at most {self.longest} here"
+                raise SteeringError(line.place, f"{problem}. {hint}, or raise max_model_len")
+            tokens = tokens[: self.longest]
+        size = len(tokens)
+        try:
+            missing = selector.beyond(size, size) if size else ()
+        except SteeringError as error:
+            raise SteeringError(line.place, f"has {size} tokens: {error.problem}") from None
+        if missing or not size:
+            problem = f"has {size} tokens, and none at the positions {selector.to_wire()}"
+            raise SteeringError(line.place, f"{problem}; remove it, or use other positions such as all_prompt")
+        return (text if chat else np.array(tokens, np.int32)), size
+
+    def _split(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Yield numbers of texts that run together: of one form, and within the limits if there are several."""
+        row = self.facts.hidden_size * len(self.layers) * DTYPE_BYTES[self._spec["dtype"]]
+        batch: list[int] = []
+        size = 0
+        for number in numbers:
+            more = row * (self.spec.tokens.num_positions or self._sizes[number])
+            other = batch and isinstance(self._ready[number], list) != isinstance(self._ready[batch[0]], list)
+            if batch and (other or len(batch) == _BATCH_TEXTS or size + more > _BATCH_BYTES):
+                yield batch
+                batch, size = [], 0
+            batch.append(number)
+            size += more
+        if batch:
+            yield batch
