@@ -22,6 +22,7 @@ from playwright.sync_api import expect
 from safetensors.numpy import save_file
 
 from tests.studio.browser import CONTRAST, MARKUP, TIMEOUT_MS, UNNAMED, Opened
+from tests.studio.npm import unpack
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=TIMEOUT_MS)
@@ -487,6 +488,34 @@ def test_contrast_and_names_of_controls(scheme: str, opened: Opened, pictures: P
     page.evaluate("location.hash = 'chat'")
     if scheme == "dark":
         page.screenshot(path=pictures / "studio-dark.png")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_axe_finds_no_violation(scheme: str, opened: Opened, tmp_path: Path) -> None:
+    """Catches roles, names, headings, tables or colours that assistive technology cannot use."""
+    opened.page.emulate_media(color_scheme=scheme)
+    opened.context.add_init_script(path=unpack("axe-core@4.14.1", tmp_path) / "axe.min.js")
+    page = opened.open()
+    say(page, "Name three colours.", 6)
+    page.locator(".token").nth(2).click()
+    buttons = {"steer": "Run both", "probes": "Run", "patching": "Run study"}
+    for view in VIEWS:
+        button = buttons.get(view)
+        page.evaluate("name => { location.hash = name }", f"{view}?layers=0-1&maxTokens=4" if button else view)
+        expect(page.get_by_role("heading", level=2)).to_have_text(view.capitalize())
+        if view == "probes":
+            page.get_by_role("button", name="Add probe").click()
+        if button:
+            page.get_by_role("button", name=button, exact=True).click()
+            expect(page.locator(".status").last).to_contain_text("done")
+        page.wait_for_load_state("networkidle") if view != "traffic" else expect(
+            page.locator("td").first
+        ).to_be_visible()
+        found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
+        assert (
+            found["passes"]
+            and [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found["violations"]] == []
+        )
 
 
 def test_pure_parts(opened: Opened) -> None:

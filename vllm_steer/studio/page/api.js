@@ -34,6 +34,7 @@ export class ApiError extends Error {
 export const LOST = "The connection to the server is lost. What has arrived is kept; the page reconnects by itself.";
 
 function headersOf(body, type) {
+  /** @type {Record<string, string>} */
   const headers = {};
   if (body !== undefined) headers["Content-Type"] = type;
   if (key.value) headers.Authorization = `Bearer ${key.value}`;
@@ -53,7 +54,9 @@ export function messageOf(status, text) {
   return text.trim().slice(0, 500) || `HTTP ${status}`;
 }
 
-export async function send(method, path, body, { type = "application/json", signal: abort } = {}) {
+/** Send a request and return its response. Throws an ApiError unless it is a success. */
+export async function send(method, path, body, options) {
+  const { type = "application/json", signal: abort } = options ?? {};
   const payload = body === undefined || body instanceof ArrayBuffer ? body : JSON.stringify(body);
   let response;
   try {
@@ -93,7 +96,7 @@ export async function ask(method, path, body, options) {
  */
 export function splitEvents(buffer) {
   const parts = buffer.replaceAll("\r\n", "\n").split("\n\n");
-  const rest = parts.pop();
+  const rest = parts.pop() ?? "";
   const events = parts.map((part) =>
     part
       .split("\n")
@@ -107,7 +110,7 @@ export function splitEvents(buffer) {
 /** Yield the events of a streamed answer. Throws an ApiError if the stream ends before `[DONE]`. */
 export async function* stream(path, body, abort) {
   const response = await send("POST", path, body, { signal: abort });
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = /** @type {ReadableStream} */ (response.body).pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   try {
     for (;;) {

@@ -108,7 +108,7 @@ effect(() => {
   if (report.value) untracked(refresh);
 });
 
-const root = document.getElementById("root");
+const root = /** @type {HTMLElement} */ (document.getElementById("root"));
 root.replaceChildren();
 render(html`<${App} />`, root);
 connect();

@@ -12,7 +12,11 @@ import { Field, html, sampling, signal, View } from "./ui.js";
  * @typedef {{role: string, text: string, turn: Turn | null, parent: Message | null, children: Message[], shown: number}} Message
  */
 
-/** @returns {Message} */
+/**
+ * @param {Message | null} parent
+ * @param {Turn | null} turn
+ * @returns {Message}
+ */
 function message(role, text, parent, turn = null) {
   const made = { role, text, turn, parent, children: [], shown: 0 };
   if (parent) parent.shown = parent.children.push(made) - 1;
@@ -109,7 +113,7 @@ async function answer(parent, prefix = []) {
     messages.push({ role: "assistant", content: turn.text });
     Object.assign(chosen, { add_generation_prompt: false, continue_final_message: true });
   }
-  if (prefix.length) setTimeout(() => [...document.querySelectorAll(".tokens")].at(-1)?.focus(), 150);
+  if (prefix.length) setTimeout(() => [.../** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".tokens"))].at(-1)?.focus(), 150);
   await turn.run(messages, chosen);
   made.text = turn.text;
 }
@@ -177,7 +181,7 @@ class Entry extends View {
 }
 
 export class Chat extends View {
-  enter = () => this.base?.querySelector?.(".inspector button")?.focus();
+  enter = () => /** @type {HTMLElement | null} */ (document.querySelector(".inspector button"))?.focus();
 
   view() {
     version.value;

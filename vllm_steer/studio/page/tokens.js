@@ -115,10 +115,7 @@ export class Status extends View {
 
 /** Copies a request as a shell command or as a script. */
 export const Copy = ({ path, body }) =>
-  [
-    ["curl", curlOf],
-    ["Python", pythonOf],
-  ].map(
+  Object.entries({ curl: curlOf, Python: pythonOf }).map(
     ([name, write]) => html`<button type="button" class="quiet" onClick=${() => navigator.clipboard?.writeText(write(path, body))}>
       Copy as ${name}
     </button>`,

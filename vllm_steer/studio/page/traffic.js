@@ -63,7 +63,7 @@ export class Traffic extends View {
 
   view() {
     const sums = now.value;
-    const of = (from, [, name, kind]) => from?.get(kind ? `${name} ${kind}` : name) ?? 0;
+    const of = (from, row) => from?.get(row.slice(1).join(" ")) ?? 0;
     return html`<div class="tables">
       <p class="hint">Counts of all clients since the server began, every two seconds. The server does not show the requests of others.</p>
       ${problem.value ? html`<p class="error" role="alert">${problem.value}</p>` : null}

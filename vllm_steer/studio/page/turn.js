@@ -67,10 +67,15 @@ export class Turn {
   /** @type {Token[]} */
   tokens = [];
   request = null;
+  /** Tokens before those of the request: of a fork. */
+  offset = 0;
   started = 0;
   firstAfter = signal(0);
   perSecond = signal(0);
+  /** @type {any} */
   #promptLen = null;
+  /** Layers of the lens. */
+  layers = [];
   #lens = new Map();
   #waiting = [];
   #marks = new Map();
@@ -180,9 +185,9 @@ export class Turn {
     this.#place(token);
   }
 
-  /** Position in the whole sequence of a generated token of this request. */
+  /** Position in the whole sequence of a generated token of this request; NaN before it is known. */
   position(token) {
-    return this.#promptLen === null ? null : this.#promptLen + token.index - this.offset;
+    return this.#promptLen === null ? NaN : this.#promptLen + token.index - this.offset;
   }
 
   /** The generated token at a position, if it has arrived. */
@@ -214,7 +219,7 @@ export class Turn {
   /** Mark the tokens at which a gate was open. */
   #trace(trace) {
     trace.positions?.forEach((position, n) => {
-      if (trace.gates?.[n].some(Boolean)) this.markAt(position, "steered");
+      if (trace.gates?.[n]?.some(Boolean)) this.markAt(position, "steered");
     });
   }
 
