@@ -145,7 +145,7 @@ def test_lab_guide_runs() -> None:
     """Catches an example that no longer runs, and a vector without effect."""
     made, studied = "sorted(directions)[::13], directions[12].auroc > 0.8", "len(result.choice), len(result.held_out)"
     written = "result.verdict in open('dose.html').read(), str(expression)"
-    stored = "found.stored, found.rows == len(rows), captures[3].tag"
+    stored = "found.stored, found.rows == len(dataset), captures[3].tag, seen == 3 * len(dataset)"
     shown = run_python(offline_blocks(LAB), f"[{made}, {studied}, {written}, {stored}]")
     assert shown[:6] == [[6, 19], True, 2, 2 * (2 + 4 + 5), True, "0.2 happy@first:20 + 0.5 ablate happy@after:20"]
-    assert shown[6:] == [16, True, "negative"]
+    assert shown[6:] == [16, True, "negative", True]

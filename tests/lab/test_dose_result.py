@@ -105,6 +105,18 @@ def test_few_controls_need_a_larger_distance() -> None:
     assert chance(2, [1, 1, 1]) == 0 and np.isnan(chance(1, [1, 1, 1])) and chance(0, [1, 1]) == 1
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [0, 1])
+def test_fewer_than_two_random_controls_are_no_success(count: int) -> None:
+    """Catches "works" where no deviation is known, and warnings of means of nothing."""
+    assert np.isnan(chance(1.0, np.arange(count)))
+    whole = result(effective)
+    samples = tuple(each for each in whole.samples if each.kind != "random" or each.number < count)
+    found = DoseResult(msgspec.structs.replace(STUDY, controls=count), samples)
+    assert found.range is None and found.verdict.startswith("no better than random: ")
+    assert whole.outcome == "works"
+
+
 def test_incoherent_text_is_told() -> None:
     """Catches a vector that "works" although its text cannot be read."""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +66,8 @@ class Opened:
     requested: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.context = self.browser.new_context(viewport={"width": 1280, "height": 860})
+        rights = ["clipboard-read", "clipboard-write"]
+        self.context = self.browser.new_context(viewport={"width": 1280, "height": 860}, permissions=rights)
         self.page = self.context.new_page()
         self.page.set_default_timeout(TIMEOUT_MS)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -91,6 +93,23 @@ class Opened:
         """Enter a key and send it with the keyboard."""
         self.page.get_by_label("API key").fill(secret)
         self.page.keyboard.press("Enter")
+
+    def copied(self, kind: str) -> str:
+        """Copy the last request as a command or script, which must not have the key, and return it."""
+        self.page.evaluate("navigator.clipboard.writeText('')")
+        self.page.get_by_role("button", name=f"Copy as {kind}").last.click()
+        text: str = self.page.wait_for_function("() => navigator.clipboard.readText()").json_value()
+        assert not any(secret in text for secret in self.server.keys.values())
+        return text
+
+    def copied_request(self) -> tuple[str, Any]:
+        """Return address and body of the script that the page copies, without sending it."""
+        found = {
+            statement.targets[0].id: statement.value
+            for statement in ast.parse(self.copied("Python")).body
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+        }
+        return ast.literal_eval(found["url"]), ast.literal_eval(found["body"])
 
     def close(self) -> None:
         """Close the page; raise ``AssertionError`` if a script failed or another host was asked."""

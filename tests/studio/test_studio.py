@@ -8,7 +8,10 @@ host, and text that is taken for HTML.
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,13 @@ from playwright.sync_api import expect
 from safetensors.numpy import save_file
 
 from tests.studio.browser import CONTRAST, MARKUP, TIMEOUT_MS, UNNAMED, Opened
+from tests.studio.npm import unpack
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=TIMEOUT_MS)
-VIEWS = ("chat", "steer", "probes", "modules", "server")
+VIEWS = ("chat", "steer", "probes", "patching", "traffic", "modules", "server")
 CHAT_ROUTE = "**/v1/chat/completions"
+PATCH_ROUTE = "**/v1/steering/patch"
 
 
 def say(page: Any, text: str, tokens: int = 12) -> None:
@@ -83,6 +88,7 @@ def test_chat_shows_a_lens_and_forks(opened: Opened, pictures: Path) -> None:
 def test_steer_marks_the_difference_and_moves_in_the_stream(opened: Opened, pictures: Path) -> None:
     """Catches plain and steered answers that are mixed up, and a slider that does not reach the running stream."""
     page = opened.open("steer")
+    page.get_by_label("Module", exact=True).select_option("mood")
     page.get_by_role("button", name="Add module").click()
     page.get_by_label("Most tokens").fill("8")
     slider = page.get_by_role("slider", name="mood")
@@ -93,8 +99,8 @@ def test_steer_marks_the_difference_and_moves_in_the_stream(opened: Opened, pict
     page.get_by_role("button", name="Run both").click()
     sides = page.locator(".side-by-side")
     expect(sides.last.locator(".token").nth(4)).to_be_attached()
-    slider.fill("-3")  # from 0 within the stream
-    expect(page.locator(".changes li").first).to_contain_text(re.compile(r"mood: -3 from position \d+ on"))
+    slider.fill("2.5")  # from 0 within the stream
+    expect(page.locator(".changes li").first).to_contain_text(re.compile(r"mood: 2.5 from position \d+ on"))
     expect(page.get_by_text("First difference at token")).to_be_visible()
     expect(page.locator(".status").first).to_contain_text("done")
     expect(page.locator(".status").last).to_contain_text("done")
@@ -159,6 +165,177 @@ def test_probes_colour_the_stream_and_stop_it(opened: Opened, pictures: Path) ->
     assert page.locator(".token").count() <= min(over) + 1 < len(tokens)
 
 
+def test_patching_draws_cells_as_they_come(opened: Opened, pictures: Path) -> None:
+    """Catches cells in the wrong row or column, a map that waits for the end, and cells out of the keyboard's reach."""
+    page = opened.open("patching")
+    with page.expect_request(PATCH_ROUTE) as sent:
+        page.get_by_role("button", name="Run study").click()
+    page.wait_for_function(
+        """() => { const cells = [...document.querySelectorAll(".heat td")];
+          return document.querySelector("progress") && cells.some((cell) => cell.innerText) &&
+            cells.some((cell) => !cell.innerText); }"""
+    )
+    expect(page.locator(".status")).to_contain_text("done · 150 of 150 cells")
+    expect(page.locator(".status")).to_contain_text("noise floor")
+    assert opened.copied_request() == (sent.value.url, sent.value.post_data_json)
+    body = {**sent.value.post_data_json, "stream": False}
+    key = {"authorization": f"Bearer {opened.server.keys['all']}"}
+    answer = httpx.post(f"{opened.server.url}/v1/steering/patch", json=body, headers=key, timeout=TIMEOUT_MS / 1000)
+    grid = np.array(answer.json()["grids"]["post_block"])
+    shown = np.array([float(each) for each in page.locator(".heat td").all_inner_texts()]).reshape(grid.shape)
+    np.testing.assert_allclose(shown, grid, rtol=0.06, atol=0.01)  # two digits are shown
+    assert np.ptp(grid) > 0.5
+    row, column = 3, 4
+    page.get_by_role("grid", name="Cells by layer and token").get_by_role("gridcell").first.focus()
+    for move in (*["ArrowDown"] * row, "End"):
+        page.keyboard.press(move)
+    expect(page.locator(":focus")).to_have_attribute("data-row", str(row))
+    said = page.locator(".cell").inner_text()
+    assert said.startswith(f"Layer {row}, position {column} ") and "recovered" in said
+    assert abs(float(re.findall(r"recovered (\S+)", said)[0]) - grid[row, column]) < 0.01
+    page.locator('.heat [data-row="20"][data-column="3"]').hover()
+    expect(page.locator(".cell")).to_contain_text("Layer 20, position 3")
+    expect(page.get_by_role("rowheader", name="29", exact=True)).to_be_visible()
+    expect(
+        page.get_by_role("columnheader", name="France").or_(page.get_by_role("columnheader", name="Italy"))
+    ).to_be_visible()
+    page.screenshot(path=pictures / "studio-patching.png", full_page=True)
+
+
+def test_patching_shows_errors_and_is_cancelled(opened: Opened) -> None:
+    """Catches an error that is swallowed, before or within the stream, and a study that runs on after its cancel."""
+    page = opened.open("patching")
+    run = page.get_by_role("button", name="Run study")
+    page.get_by_label("Layers").fill("all")
+    run.click()
+    expect(page.get_by_role("alert")).to_contain_text("'all' is neither a number nor a range")
+    page.get_by_label("Layers").fill("2, 99")
+    run.click()
+    expect(page.get_by_role("alert")).to_contain_text("layers[1]")  # the API's own words
+    expect(page.locator(".status")).to_have_text("failed")
+    page.get_by_label("Layers").fill("")
+    with page.expect_event("requestfailed", lambda request: "steering/patch" in request.url):
+        run.click()
+        expect(page.locator(".heat td:not(:empty)").first).to_be_visible()
+        page.get_by_role("button", name="Cancel").click()
+    expect(page.locator(".status")).to_contain_text(re.compile(r"stopped by you · \d+ of 150 cells"))
+    expect(page.get_by_role("alert")).to_have_count(0)
+    assert 0 < page.locator(".heat td:not(:empty)").count() < 150
+    start = {
+        "event": "start",
+        "metric": MARKUP,
+        "points": ["post_block"],
+        "layers": ["0"],
+        "positions": [f"0 {MARKUP}"],
+    }
+    cell = {"event": "cell", "row": 0, "column": 0, "value": None, "error": MARKUP}
+    error = {"event": "error", "error": {"message": MARKUP, "code": 500}}
+    body = "".join(f"data: {json.dumps(each)}\n\n" for each in ({**start, "cells": 1}, cell, error))
+    page.route(PATCH_ROUTE, lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    run.click()
+    expect(page.get_by_role("alert")).to_have_text(MARKUP)
+    expect(page.locator(".cell")).to_contain_text(f"failed, {MARKUP}")
+    expect(page.get_by_role("columnheader").last).to_contain_text("<img")
+
+
+def test_a_gate_steers_where_the_probe_fires(opened: Opened, pictures: Path) -> None:
+    """Catches a gate that steers everywhere or nowhere, or that has another threshold than the rack."""
+    page = opened.open("probes")
+    page.get_by_role("button", name="Add probe").click()
+    page.get_by_label("Most tokens").fill("40")
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.locator(".status")).to_contain_text("done")
+    plain = page.locator(".token").all_inner_texts()
+    page.get_by_role("spinbutton", name="Threshold of mood/happy").fill("0.5")
+    page.get_by_label("Steer there with").select_option("mood")
+    page.get_by_label("Strength").fill("-3")
+    with page.expect_request(CHAT_ROUTE) as sent:
+        page.get_by_role("button", name="Run", exact=True).click()
+    edits = sent.value.post_data_json["steering"]
+    assert [each["when"]["above"] for each in edits] == [0.5] and edits[0]["when"]["window"] == "previous"
+    assert opened.copied_request() == (sent.value.url, sent.value.post_data_json)
+    expect(page.locator(".status")).to_contain_text("done")
+    expect(page.locator(".probe .hint")).to_contain_text("tokens steered")
+    over, steered = (
+        {int(each.get_attribute("data-index") or -1) for each in page.locator(f".token.{name}").all()}
+        for name in ("over", "marked")
+    )
+    last = page.locator(".token").count() - 1
+    assert {n for n in steered if 0 < n < last} == {n + 1 for n in over if n + 1 < last}
+    assert 0 < len(over) < last and page.locator(".token").all_inner_texts() != plain
+    page.screenshot(path=pictures / "studio-gate.png", full_page=True)
+
+
+def test_copied_requests_run(opened: Opened) -> None:
+    """Catches a copied command or script that does not run, that sends something else, or that has the key."""
+    page = opened.open()
+    with page.expect_request(CHAT_ROUTE) as sent:
+        say(page, "It's \"fine\" \\ $HOME `x` \u2028 \U0001f600, isn't it?", 8)
+    assert opened.copied_request() == (sent.value.url, sent.value.post_data_json)
+    assert sent.value.post_data_json["readouts"]["lens"]
+    shown = "".join(page.locator(".token").all_inner_texts())
+    environment = {**os.environ, "VLLM_STEER_API_KEY": opened.server.keys["all"]}
+    for command in ([sys.executable, "-c", opened.copied("Python")], ["bash", "-c", opened.copied("curl")]):
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        lines = re.findall(r"^data: (\{.*)$", answer.stdout, re.MULTILINE)
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        assert "".join(choice["delta"].get("content") or "" for choice in choices) == shown
+
+
+def test_the_address_has_the_settings(opened: Opened) -> None:
+    """Catches a setting that a shared address loses, a key in it, and an address that is taken for HTML or a name."""
+    page = opened.open("steer")
+    page.get_by_label("Prompt").fill(MARKUP)
+    page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Module", exact=True).select_option("mood")
+    page.get_by_role("button", name="Add module").click()
+    page.get_by_role("slider", name="mood").fill("2.5")
+    page.wait_for_function("() => location.hash.includes('2.5')")
+    address = page.url
+    assert opened.server.keys["all"] not in address and "key" not in address
+    page.goto("about:blank")
+    page.goto(address)
+    expect(page.get_by_label("Prompt")).to_have_value(MARKUP)
+    opened.enter(opened.server.keys["all"])
+    expect(page.get_by_role("slider", name="mood")).to_have_value("2.5")
+    expect(page.get_by_label("Temperature")).to_have_value("0.5")
+    page.wait_for_function("text => location.href === text", arg=address)
+    rack = json.dumps([["mood/happy", "0.25", "below", True, "mood", "-2", "latch"], [MARKUP]])
+    page.evaluate("rack => { location.hash = `probes?prompt=Hi&probes=${encodeURIComponent(rack)}` }", rack)
+    expect(page.get_by_role("spinbutton", name="Threshold of mood/happy")).to_have_value("0.25")
+    expect(page.get_by_label("Stop there").first).to_be_checked()
+    expect(page.get_by_label("Where")).to_have_value("latch")
+    expect(page.locator(".probe legend").last).to_have_text(MARKUP)
+    page.evaluate("text => { location.hash = `steer?edits=${text}` }", MARKUP)
+    expect(page.get_by_role("alert")).to_contain_text("cannot be read")
+    page.evaluate("location.hash = '__proto__?value=1'")
+    expect(page.get_by_role("heading", level=2)).to_have_text("Chat")
+    page.evaluate("location.hash = 'patching?layers=3-5&metric=logprob'")
+    expect(page.get_by_label("Layers")).to_have_value("3-5")
+    expect(page.get_by_label("Metric")).to_have_value("logprob")
+
+
+def test_traffic_counts_the_requests_of_all_clients(opened: Opened, pictures: Path) -> None:
+    """Catches counts of another kind of request, and counts that do not move."""
+    page = opened.open("traffic")
+    count = lambda name: page.locator("tr", has=page.locator(f"th:text-is('{name}')")).locator("td")  # noqa: E731
+    for name in ("steered", "neither steered nor captured", "Stopped by a readout"):
+        expect(count(name).nth(1)).to_have_text("0")
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+    stop = {"readouts": {"mood": {"probe": "mood/happy"}}, "stop_on": [{"readout": "mood", "above": -1e6}]}
+    key = {"authorization": f"Bearer {opened.server.keys['all']}"}
+    with httpx.Client(base_url=opened.server.url, headers=key, timeout=60) as client:
+        for fields in ({}, {"steering_modules": ["mood"]}, {"steering_modules": ["mood"]}, stop):
+            answer = client.post("/v1/chat/completions", json=body | fields)
+            assert answer.status_code == 200, answer.text
+    expect(count("steered").nth(1)).to_have_text("2")
+    expect(count("Stopped by a readout").nth(1)).to_have_text("1")
+    expect(count("neither steered nor captured").nth(1)).to_have_text("2")  # readouts are counted below
+    expect(count("Readouts").nth(1)).to_have_text("1")
+    expect(count("Requests").nth(1)).to_have_text("4")
+    page.screenshot(path=pictures / "studio-traffic.png")
+
+
 def test_modules_are_uploaded_deleted_and_set_for_everybody(opened: Opened, pictures: Path, tmp_path: Path) -> None:
     """Catches an upload that the API does not get, and changes for everybody by one careless click."""
     page = opened.open("modules")
@@ -178,6 +355,10 @@ def test_modules_are_uploaded_deleted_and_set_for_everybody(opened: Opened, pict
     everybody.click()
     expect(page.get_by_text(re.compile("Global steering is set: ones . 0.5"))).to_be_visible()
     page.screenshot(path=pictures / "studio-modules.png")
+    page.get_by_role("link", name="Steer").click()
+    both = page.get_by_text("Global steering also steers the plain side")
+    expect(both).to_contain_text(re.compile("Global steering is set: ones . 0.5"))
+    page.get_by_role("link", name="Modules").click()
     page.get_by_role("button", name="Clear").click()
     expect(page.get_by_text("No global steering is set.")).to_be_visible()
     page.get_by_role("button", name="Delete ones").click()
@@ -309,6 +490,34 @@ def test_contrast_and_names_of_controls(scheme: str, opened: Opened, pictures: P
         page.screenshot(path=pictures / "studio-dark.png")
 
 
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_axe_finds_no_violation(scheme: str, opened: Opened, tmp_path: Path) -> None:
+    """Catches roles, names, headings, tables or colours that assistive technology cannot use."""
+    opened.page.emulate_media(color_scheme=scheme)
+    opened.context.add_init_script(path=unpack("axe-core@4.14.1", tmp_path) / "axe.min.js")
+    page = opened.open()
+    say(page, "Name three colours.", 6)
+    page.locator(".token").nth(2).click()
+    buttons = {"steer": "Run both", "probes": "Run", "patching": "Run study"}
+    for view in VIEWS:
+        button = buttons.get(view)
+        page.evaluate("name => { location.hash = name }", f"{view}?layers=0-1&maxTokens=4" if button else view)
+        expect(page.get_by_role("heading", level=2)).to_have_text(view.capitalize())
+        if view == "probes":
+            page.get_by_role("button", name="Add probe").click()
+        if button:
+            page.get_by_role("button", name=button, exact=True).click()
+            expect(page.locator(".status").last).to_contain_text("done")
+        page.wait_for_load_state("networkidle") if view != "traffic" else expect(
+            page.locator("td").first
+        ).to_be_visible()
+        found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
+        assert (
+            found["passes"]
+            and [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found["violations"]] == []
+        )
+
+
 def test_pure_parts(opened: Opened) -> None:
     """Catches wrong splits of events and tokens, wrong layers, and strengths that start at another value."""
     page = opened.open(key=None)
@@ -321,7 +530,8 @@ def test_pure_parts(opened: Opened) -> None:
             events: api.splitEvents("data: 1\\r\\n\\r\\n: note\\n\\ndata: 2\\n\\ndata: 3"),
             message: [api.messageOf(400, '{"error": {"message": "no"}}'),
               api.messageOf(502, "<h1>"), api.messageOf(500, "")],
-            layers: [chat.readLayers("4-6, 0,29"), fault(() => chat.readLayers("all")), chat.spreadLayers(30, 40, 5)],
+            layers: [chat.readNumbers("4-6, 0,29", "Layers"), fault(() => chat.readNumbers("all", "Layers")),
+              chat.spreadLayers(30, 40, 5)],
             visible: ui.visible(" a b\\n\u202e\u00a0"),
             ranges: server.byReason({0: "a", 1: "a", 2: "b", 5: "a"}),
             split: [turn.splitTexts("␞␞a␞ b␞", 2), turn.splitTexts("␞ ␞a ␞b ␞", 2), turn.splitTexts("␞␞␞a␞", 1)],

@@ -6,14 +6,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import shutil
-import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from tests.repo.tree import ROOT
+from tests.studio.npm import download
 
 VENDOR = ROOT / "vllm_steer" / "studio" / "page" / "vendor"
 ENTRY = re.compile(r"^(\S+\.js): (\S+@[\d.]+) (\S+) \(\S+\), package (sha512-\S+), file (sha384-\S+)$", re.MULTILINE)
@@ -38,11 +37,7 @@ def test_modules_are_unmodified(name: str, package: str, member: str, archive: s
     """
     content = (VENDOR / name).read_bytes()
     assert digest("sha384", content) == own
-    npm = shutil.which("npm")
-    command = [npm or "npm", "pack", "--silent", "--ignore-scripts", "--fetch-retries=0", package]
-    if npm is None or subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60).returncode:
-        pytest.skip("npm or its registry cannot be reached")
-    packed = next(tmp_path.glob("*.tgz"))
+    packed = download(package, tmp_path)
     assert digest("sha512", packed.read_bytes()) == archive
     with tarfile.open(packed) as files:
         entry = files.extractfile(f"package/{member}")

@@ -8,6 +8,7 @@ from vllm_steer.lab.examples import Examples, read_examples
 from vllm_steer.lab.expression import Expression
 from vllm_steer.lab.harvest import Harvest, harvest
 from vllm_steer.lab.methods import make
+from vllm_steer.lab.row_stream import RowBatch, RowStream
 from vllm_steer.lab.scores import Keywords, ProbeScore
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "Harvest",
     "Keywords",
     "ProbeScore",
+    "RowBatch",
+    "RowStream",
     "dose",
     "harvest",
     "make",

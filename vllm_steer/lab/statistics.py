@@ -35,7 +35,9 @@ def folds(groups: npt.NDArray[np.int64], classes: npt.NDArray[Any], count: int, 
 
 
 def chance(effect: float, controls: npt.ArrayLike) -> float:
-    """Return the probability that one more control has at least this effect; NaN if all of them are equal to it.
+    """Return the probability that one more control has at least this effect; NaN for fewer than two.
+
+    It is also NaN if all of them are equal to the effect.
 
     It is the one-sided tail of Student's t for a new value of a normal sample: the scale is that of the sample's
     deviation and of its mean, so that few controls need a larger distance. To first order, the effect of a random
@@ -43,6 +45,8 @@ def chance(effect: float, controls: npt.ArrayLike) -> float:
     """
     others = np.asarray(controls, float)
     freedom = len(others) - 1
+    if freedom < 1:  # no deviation
+        return float("nan")
     with np.errstate(divide="ignore", invalid="ignore"):
         t = (effect - others.mean()) / (others.std(ddof=1) * np.sqrt(1 + 1 / len(others)))
     # With t = sqrt(freedom) * tan(angle), the density is a power of the cosine.

@@ -17,6 +17,12 @@ export const report = signal(null);
 /** Why there is no report, in the server's words. */
 export const noReport = signal("");
 
+/** Return the hook points that are on, as choices. */
+export function pointChoices() {
+  const on = (report.value?.points ?? []).filter((each) => each.on).map((each) => [each.name, each.name]);
+  return on.length ? on : [["post_block", "post_block"]];
+}
+
 /** An answer of the server that is an error, or a lost connection (status 0). */
 export class ApiError extends Error {
   constructor(status, message) {
@@ -28,6 +34,7 @@ export class ApiError extends Error {
 export const LOST = "The connection to the server is lost. What has arrived is kept; the page reconnects by itself.";
 
 function headersOf(body, type) {
+  /** @type {Record<string, string>} */
   const headers = {};
   if (body !== undefined) headers["Content-Type"] = type;
   if (key.value) headers.Authorization = `Bearer ${key.value}`;
@@ -47,7 +54,9 @@ export function messageOf(status, text) {
   return text.trim().slice(0, 500) || `HTTP ${status}`;
 }
 
-async function send(method, path, body, { type = "application/json", signal: abort } = {}) {
+/** Send a request and return its response. Throws an ApiError unless it is a success. */
+export async function send(method, path, body, options) {
+  const { type = "application/json", signal: abort } = options ?? {};
   const payload = body === undefined || body instanceof ArrayBuffer ? body : JSON.stringify(body);
   let response;
   try {
@@ -87,7 +96,7 @@ export async function ask(method, path, body, options) {
  */
 export function splitEvents(buffer) {
   const parts = buffer.replaceAll("\r\n", "\n").split("\n\n");
-  const rest = parts.pop();
+  const rest = parts.pop() ?? "";
   const events = parts.map((part) =>
     part
       .split("\n")
@@ -101,7 +110,7 @@ export function splitEvents(buffer) {
 /** Yield the events of a streamed answer. Throws an ApiError if the stream ends before `[DONE]`. */
 export async function* stream(path, body, abort) {
   const response = await send("POST", path, body, { signal: abort });
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = /** @type {ReadableStream} */ (response.body).pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   try {
     for (;;) {
@@ -112,7 +121,8 @@ export async function* stream(path, body, abort) {
       for (const data of events) {
         if (data === "[DONE]") return;
         const event = JSON.parse(data);
-        if (event.error) throw new ApiError(event.error.code ?? 500, event.error.message ?? JSON.stringify(event.error));
+        // The error of a cell, a text, ends no study.
+        if (event.error?.message) throw new ApiError(event.error.code ?? 500, event.error.message);
         yield event;
       }
     }
@@ -148,7 +158,6 @@ export async function connect() {
   refusal.value = "";
   try {
     model.value = (await ask("GET", "v1/models")).data[0].id;
-    link.value = "yes";
   } catch (error) {
     if (error.status !== 401 && error.status !== 0) noReport.value = error.message;
     return;
@@ -163,6 +172,7 @@ export async function connect() {
         ? "This server has no steering: it was started without --enable-steering. Chat works; steering, lenses and probes do not."
         : error.message;
   }
+  link.value = "yes"; // not before: what is sent without the report has no lens
 }
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
@@ -171,4 +181,32 @@ const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 export function curlOf(path, body) {
   const auth = key.value ? ' -H "Authorization: Bearer $VLLM_STEER_API_KEY"' : "";
   return `curl -sN ${quoted(new URL(path, BASE).href)} -H 'Content-Type: application/json'${auth} -d ${quoted(JSON.stringify(body))}`;
+}
+
+/** Return a JSON value as Python writes it. JSON's strings and numbers are Python's, too. */
+export function literalOf(value) {
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (value === null) return "None";
+  if (Array.isArray(value)) return `[${value.map(literalOf).join(", ")}]`;
+  if (typeof value !== "object") return JSON.stringify(value);
+  return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${literalOf(each)}`).join(", ")}}`;
+}
+
+/** Return a script in Python, of the standard library alone, that sends a request and prints the answer as it comes. */
+export function pythonOf(path, body) {
+  const sent = JSON.parse(JSON.stringify(body));
+  const fields = Object.entries(sent).map(([name, value]) => `    ${JSON.stringify(name)}: ${literalOf(value)},\n`);
+  const auth = key.value ? '\nheaders["Authorization"] = "Bearer " + os.environ["VLLM_STEER_API_KEY"]' : "";
+  return `import json
+${key.value ? "import os\n" : ""}import urllib.request
+
+body = {
+${fields.join("")}}
+headers = {"Content-Type": "application/json"}${auth}
+url = ${JSON.stringify(new URL(path, BASE).href)}
+with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+    for line in answer:
+        print(line.decode(), end="")
+`;
 }

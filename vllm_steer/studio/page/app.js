@@ -3,24 +3,46 @@
 
 import { connect, key, link, LOST, model, noReport, refusal, report } from "./api.js";
 import { Chat } from "./chat.js";
-import { Modules, refreshModules } from "./modules.js";
+import { Modules, refresh } from "./modules.js";
+import { Patching } from "./patching.js";
 import { Probes } from "./probes.js";
 import { Server } from "./server.js";
+import { addressOf, restore } from "./share.js";
 import { Steer } from "./steer.js";
+import { Traffic } from "./traffic.js";
 import { effect, Field, html, render, signal, untracked, View } from "./ui.js";
 
-const VIEWS = { chat: ["Chat", Chat], steer: ["Steer", Steer], probes: ["Probes", Probes], modules: ["Modules", Modules], server: ["Server", Server] };
+const VIEWS = {
+  chat: ["Chat", Chat],
+  steer: ["Steer", Steer],
+  probes: ["Probes", Probes],
+  patching: ["Patching", Patching],
+  traffic: ["Traffic", Traffic],
+  modules: ["Modules", Modules],
+  server: ["Server", Server],
+};
 
 const view = signal(viewOf(location.hash));
 const typed = signal("");
 
 function viewOf(hash) {
-  return Object.hasOwn(VIEWS, hash.slice(1)) ? hash.slice(1) : "chat";
+  const name = restore(hash);
+  return Object.hasOwn(VIEWS, name) ? name : "chat";
+}
+
+let timer = 0;
+/** Write the settings to the address, as browsers allow it: not at each step of a slider. */
+function write() {
+  const address = addressOf(view.value);
+  clearTimeout(timer);
+  timer = setTimeout(() => history.replaceState(null, "", address), 300);
 }
 
 addEventListener("hashchange", () => {
   view.value = viewOf(location.hash);
+  write();
 });
+effect(write);
 
 class KeyForm extends View {
   view() {
@@ -83,10 +105,10 @@ class App extends View {
 
 // Views can be open before the key is known.
 effect(() => {
-  if (report.value) untracked(refreshModules);
+  if (report.value) untracked(refresh);
 });
 
-const root = document.getElementById("root");
+const root = /** @type {HTMLElement} */ (document.getElementById("root"));
 root.replaceChildren();
 render(html`<${App} />`, root);
 connect();

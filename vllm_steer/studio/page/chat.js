@@ -2,16 +2,21 @@
 // Chat: each token with the sampler's alternatives and a lens by layer; an alternative forks the conversation.
 
 import { report } from "./api.js";
-import { CopyCurl, Inspector, Legend, Status, Tokens } from "./tokens.js";
+import { share } from "./share.js";
+import { CopyTurn, Inspector, Legend, Status, Tokens } from "./tokens.js";
 import { colour, settled, Turn } from "./turn.js";
-import { Field, html, signal, View } from "./ui.js";
+import { Field, html, sampling, signal, View } from "./ui.js";
 
 /**
  * A message. Its children are continuations of the conversation; `shown` is the one that the page shows.
  * @typedef {{role: string, text: string, turn: Turn | null, parent: Message | null, children: Message[], shown: number}} Message
  */
 
-/** @returns {Message} */
+/**
+ * @param {Message | null} parent
+ * @param {Turn | null} turn
+ * @returns {Message}
+ */
 function message(role, text, parent, turn = null) {
   const made = { role, text, turn, parent, children: [], shown: 0 };
   if (parent) parent.shown = parent.children.push(made) - 1;
@@ -32,6 +37,8 @@ const layers = signal("");
 const colouring = signal("depth");
 const problem = signal("");
 
+share("chat", { system, temperature, seed, maxTokens, lens, topK, layers, colouring });
+
 /** Return the messages that are shown, oldest first. */
 export function shownPath(from) {
   const path = [];
@@ -40,17 +47,17 @@ export function shownPath(from) {
 }
 
 /**
- * Read a list of layers such as "0, 4-6, 29".
+ * Read a list of numbers such as "0, 4-6, 29".
  * @returns {number[]}
  */
-export function readLayers(text) {
+export function readNumbers(text, what) {
   const found = new Set();
   for (const part of text.split(",").map((each) => each.trim()).filter(Boolean)) {
     const match = /^(\d+)(?:\s*-\s*(\d+))?$/.exec(part);
-    if (!match) throw new Error(`Layers: '${part}' is neither a layer nor a range such as 4-6.`);
+    if (!match) throw new Error(`${what}: '${part}' is neither a number nor a range such as 4-6.`);
     const [first, last] = [Number(match[1]), Number(match[2] ?? match[1])];
-    if (last - first > 1000) throw new Error(`Layers: '${part}' has more than 1000 layers.`);
-    for (let layer = first; layer <= last; layer++) found.add(layer);
+    if (last - first > 1000) throw new Error(`${what}: '${part}' has more than 1000 numbers.`);
+    for (let number = first; number <= last; number++) found.add(number);
   }
   return [...found].sort((one, other) => one - other);
 }
@@ -68,13 +75,9 @@ function defaultLayers() {
 }
 
 function settings(turn) {
-  const chosen = {
-    max_tokens: Number(maxTokens.value),
-    temperature: Number(temperature.value),
-    seed: Number(seed.value),
-  };
+  const chosen = sampling({ maxTokens, temperature, seed });
   if (lens.value && report.value) {
-    turn.layers = layers.value.trim() ? readLayers(layers.value) : defaultLayers();
+    turn.layers = layers.value.trim() ? readNumbers(layers.value, "Layers") : defaultLayers();
     if (turn.layers.length) {
       chosen.readouts = {
         lens: { lens: { top_k: Number(topK.value) }, point: "post_block", layers: turn.layers, positions: [[-1, null]] },
@@ -110,7 +113,7 @@ async function answer(parent, prefix = []) {
     messages.push({ role: "assistant", content: turn.text });
     Object.assign(chosen, { add_generation_prompt: false, continue_final_message: true });
   }
-  if (prefix.length) setTimeout(() => [...document.querySelectorAll(".tokens")].at(-1)?.focus(), 150);
+  if (prefix.length) setTimeout(() => [.../** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".tokens"))].at(-1)?.focus(), 150);
   await turn.run(messages, chosen);
   made.text = turn.text;
 }
@@ -171,14 +174,14 @@ class Entry extends View {
                 turn.selected.value = index;
               }}
             />
-            <${Status} turn=${at.turn} /><${CopyCurl} turn=${at.turn} />`
+            <${Status} turn=${at.turn} /><${CopyTurn} turn=${at.turn} />`
         : html`<p class="text">${at.text}</p>`}
     </article>`;
   }
 }
 
 export class Chat extends View {
-  enter = () => this.base?.querySelector?.(".inspector button")?.focus();
+  enter = () => /** @type {HTMLElement | null} */ (document.querySelector(".inspector button"))?.focus();
 
   view() {
     version.value;

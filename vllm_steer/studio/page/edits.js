@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Edits with live strengths, made from modules, pasted JSON and vector files.
 
+import { ask } from "./api.js";
+
 /** A strength that adds nothing in float32, in the place of 0: a live strength multiplies the strength of the request. */
 export const NOTHING = 1e-12;
 
@@ -21,6 +23,14 @@ export function editsOfModule(data) {
     }
   }
   return [...edits, ...(data.edits ?? [])];
+}
+
+/** Ask for the edits of a registered module. */
+export async function editsFrom(name) {
+  const found = await ask("GET", `v1/steering/modules/${encodeURIComponent(name)}?data=true`);
+  const edits = editsOfModule(found.content.data);
+  if (!edits.length) throw new Error(`The module ${name} has no edits, only probes.`);
+  return edits;
 }
 
 const isVector = (value) => Array.isArray(value) && value.length > 1 && value.every((each) => typeof each === "number");
@@ -91,4 +101,12 @@ export function live(edits, name, strength) {
 /** Return the live factor that takes edits started at one strength to another. */
 export function factor(strength, start) {
   return strength / (start === 0 ? NOTHING : start);
+}
+
+/** Return edits that apply only where a condition holds. The API chooses the tokens of those for all tokens. */
+export function gated(edits, strength, when) {
+  return edits.map(({ tokens, ...edit }) => {
+    const named = tokens === undefined || tokens === "all" ? {} : { tokens };
+    return { ...edit, ...named, strength: (edit.strength ?? 1) * strength, when };
+  });
 }

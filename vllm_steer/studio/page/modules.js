@@ -37,12 +37,20 @@ export function refreshModules() {
   });
 }
 
-async function refresh() {
+/** Ask for the modules and for global steering. */
+export async function refresh() {
   if (await refreshModules()) {
     await attempt(async () => {
       overall.value = await ask("GET", "v1/steering/set");
     });
   }
+}
+
+/** Return whether global steering is set, in words. */
+export function globalWords() {
+  const now = overall.value;
+  const used = now?.modules?.map((each) => `${each.name ?? each.digest} × ${short(each.scale)}`).join(", ");
+  return !now ? "" : now.digest ? `Global steering is set${used ? `: ${used}` : ""}.` : "No global steering is set.";
 }
 
 /** Return what a module edits, in a line. */
@@ -126,11 +134,9 @@ const Row = ({ module }) => html`<tr>
 class Global extends View {
   view() {
     const now = overall.value;
-    const used = now?.modules?.map((each) => `${each.name ?? each.digest} × ${short(each.scale)}`).join(", ");
-    const words = !now ? "" : now.digest ? `Global steering is set${used ? `: ${used}` : ""}.` : "No global steering is set.";
     return html`<section aria-label="Global steering">
       <h3>Global steering</h3>
-      <p role="status">${words}</p>
+      <p role="status">${globalWords()}</p>
       <p class="warning">
         Global steering changes every request of every client and API key of this server that is admitted from then on, also those
         of people who do not know about it. Running requests keep what they have.

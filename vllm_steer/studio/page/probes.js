@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Probes: readouts over a stream, with a threshold, and a stop at it.
+// Probes: readouts over a stream, with a threshold; a stop or edits beyond it.
 
-import { report } from "./api.js";
+import { pointChoices, report } from "./api.js";
+import { editsFrom, gated } from "./edits.js";
 import { modules, problem as refused, refreshModules } from "./modules.js";
-import { CopyCurl, Inspector, Legend, Status, Tokens } from "./tokens.js";
+import { listSetting, share } from "./share.js";
+import { CopyTurn, Inspector, Legend, Status, Tokens } from "./tokens.js";
 import { colour, Turn } from "./turn.js";
-import { chosenOf, Field, html, short, signal, View } from "./ui.js";
+import { chosenOf, Field, html, PromptForm, promptSettings, sampling, short, signal, View } from "./ui.js";
 
-const prompt = signal("Tell me a story about a storm.");
-const temperature = signal("0");
-const seed = signal("0");
-const maxTokens = signal("100");
+const settings = promptSettings("Tell me a story about a storm.");
 const rack = signal([]);
 const chosen = signal("");
 const pasted = signal("");
@@ -20,6 +19,12 @@ const sigmoid = signal(false);
 const problem = signal("");
 const turn = signal(new Turn());
 const shown = signal("");
+const KEPT = ["bound", "side", "stop", "gate", "strength", "window"];
+const WINDOWS = [
+  ["previous", "token after it"],
+  ["latch", "from then on"],
+  ["token", "at the token itself"],
+];
 let added = 0;
 
 /** Return the probes of all modules as `module/probe`. */
@@ -35,10 +40,30 @@ export function extent(values, bound) {
 
 function add(title, readout) {
   const name = `p${++added}_${title.replace(/[^A-Za-z0-9_]/g, "_").slice(0, 30)}`;
-  rack.value = [...rack.value, { title, name, readout, bound: signal("0"), stop: signal(false), side: signal("above") }];
+  rack.value = [...rack.value, { title, name, readout, bound: signal("0"), stop: signal(false), side: signal("above"), gate: signal(""), strength: signal("2"), window: signal("previous") }];
   shown.value = name;
   problem.value = "";
 }
+
+/** The module's probes of the rack; pasted ones are too long for an address. */
+const probes = listSetting(
+  () =>
+    rack.value
+      .filter((each) => each.title === each.readout.probe)
+      .map((each) => [each.title, ...KEPT.map((name) => each[name].value)]),
+  (list) => {
+    rack.value = [];
+    for (const [title, ...given] of list) {
+      add(String(title), { probe: String(title) });
+      const item = rack.value.at(-1);
+      KEPT.forEach((name, n) => {
+        if (typeof given[n] === typeof item[name].value) item[name].value = given[n];
+      });
+    }
+  },
+  problem,
+);
+share("probes", { ...settings, probes });
 
 function addPasted() {
   try {
@@ -50,17 +75,29 @@ function addPasted() {
   }
 }
 
-function run() {
+const conditionOf = (item) => ({ readout: item.name, [item.side.value]: Number(item.bound.value) });
+
+/** Return the edits of a probe's module, which apply where the probe is beyond its threshold. */
+const gateOf = async (item) =>
+  gated(await editsFrom(item.gate.value), Number(item.strength.value), { ...conditionOf(item), window: item.window.value });
+
+async function run() {
   turn.value.stop();
   problem.value = "";
-  turn.value = new Turn();
-  const settings = { max_tokens: Number(maxTokens.value), temperature: Number(temperature.value), seed: Number(seed.value) };
-  if (rack.value.length) settings.readouts = Object.fromEntries(rack.value.map((each) => [each.name, each.readout]));
-  const stops = rack.value
-    .filter((each) => each.stop.value)
-    .map((each) => ({ readout: each.name, [each.side.value]: Number(each.bound.value) }));
-  if (stops.length) settings.stop_on = stops;
-  turn.value.run([{ role: "user", content: prompt.value }], settings);
+  const mine = new Turn();
+  turn.value = mine;
+  const fields = sampling(settings);
+  if (rack.value.length) fields.readouts = Object.fromEntries(rack.value.map((each) => [each.name, each.readout]));
+  const stops = rack.value.filter((each) => each.stop.value).map(conditionOf);
+  if (stops.length) fields.stop_on = stops;
+  try {
+    const edits = (await Promise.all(rack.value.filter((each) => each.gate.value).map(gateOf))).flat();
+    if (edits.length) fields.steering = edits;
+  } catch (error) {
+    problem.value = error.message;
+    return;
+  }
+  if (turn.value === mine) mine.run([{ role: "user", content: settings.prompt.value }], fields);
 }
 
 const values = (name) => turn.value.tokens.map((token) => token.scores[name]).filter((value) => value !== undefined && value !== null);
@@ -73,6 +110,7 @@ class Probe extends View {
     const found = values(item.name);
     const [low, high] = extent(found, Number(item.bound.value));
     const over = found.filter((value) => isOver(item, value)).length;
+    const steered = turn.value.tokens.filter((token) => token.mark).length;
     const id = `bound-${item.name}`;
     const onInput = (event) => {
       item.bound.value = event.target.value;
@@ -86,6 +124,11 @@ class Probe extends View {
         <input type="number" step="any" value=${item.bound.value} onInput=${onInput} aria-label=${`Threshold of ${item.title}`} />
         <${Field} label="Side" kind="select" value=${item.side} options=${[["above", "above"], ["below", "below"]]} />
         <${Field} label="Stop there" kind="checkbox" value=${item.stop} />
+        <${Field} label="Steer there with" kind="select" value=${item.gate} options=${[["", "nothing"], ...modules.value.map((each) => [each.name, each.name])]} />
+        ${item.gate.value
+          ? html`<${Field} label="Strength" kind="number" step="0.1" value=${item.strength} />
+              <${Field} label="Where" kind="select" value=${item.window} options=${WINDOWS} />`
+          : null}
         <button
           type="button"
           class="quiet"
@@ -107,7 +150,7 @@ class Probe extends View {
           Remove
         </button>
       </div>
-      ${found.length ? html`<p class="hint">${over} of ${found.length} tokens ${item.side.value} ${short(Number(item.bound.value))}; from ${short(Math.min(...found))} to ${short(Math.max(...found))}</p>` : null}
+      ${found.length ? html`<p class="hint">${over} of ${found.length} tokens ${item.side.value} ${short(Number(item.bound.value))}; from ${short(Math.min(...found))} to ${short(Math.max(...found))}${item.gate.value && steered ? `; ${steered} tokens steered` : ""}</p>` : null}
     </fieldset>`;
   }
 }
@@ -142,29 +185,13 @@ export class Probes extends View {
     const found = item ? values(item.name) : [];
     turn.value.count.value;
     const [low, high] = extent(found, NaN);
-    const points = (report.value?.points ?? []).filter((each) => each.on).map((each) => [each.name, each.name]);
     const colourOf = (token) => {
       const value = item ? token.scores[item.name] : undefined;
       if (value === undefined || value === null) return "";
       return `${colour(value, low, high)}${isOver(item, value) ? " over" : ""}`;
     };
     return html`<div>
-      <form
-        onSubmit=${(event) => {
-          event.preventDefault();
-          run();
-        }}
-      >
-        <${Field} label="Prompt" kind="textarea" rows="2" value=${prompt} />
-        <div class="row">
-          <${Field} label="Temperature" kind="number" step="0.1" min="0" value=${temperature} />
-          <${Field} label="Seed" kind="number" value=${seed} />
-          <${Field} label="Most tokens" kind="number" min="1" value=${maxTokens} />
-          ${running
-            ? html`<button type="button" onClick=${() => turn.value.stop()}>Stop</button>`
-            : html`<button type="submit" class="primary">Run</button>`}
-        </div>
-      </form>
+      <${PromptForm} settings=${settings} title="Run" run=${run} stop=${() => turn.value.stop()} running=${running} />
       <section aria-label="Probes">
         ${rack.value.length ? null : html`<p class="hint">Add a probe. Tokens are coloured by its value while they stream.</p>`}
         ${rack.value.map((each) => html`<${Probe} key=${each.name} item=${each} />`)}
@@ -178,7 +205,7 @@ export class Probes extends View {
           <summary>Paste a probe</summary>
           <${Field} label="Weights (JSON)" kind="textarea" rows="3" value=${pasted} spellcheck="false" />
           <div class="row">
-            <${Field} label="Point" kind="select" value=${point} options=${points.length ? points : [["post_block", "post_block"]]} />
+            <${Field} label="Point" kind="select" value=${point} options=${pointChoices()} />
             <${Field} label="Layer" kind="number" min="0" value=${layer} />
             <${Field} label="Sigmoid" kind="checkbox" value=${sigmoid} />
             <button type="button" onClick=${addPasted}>Add pasted</button>
@@ -197,7 +224,7 @@ export class Probes extends View {
           of.selected.value = index;
         }}
       />
-      <${Status} turn=${turn.value} /><${CopyCurl} turn=${turn.value} />
+      <${Status} turn=${turn.value} /><${CopyTurn} turn=${turn.value} />
       <aside aria-label="Selected token"><${Inspector} turn=${turn.value} /></aside>
     </div>`;
   }

@@ -24,7 +24,7 @@ export function ranges(layers) {
 
 const size = (bytes) => (bytes >= 2 ** 20 ? `${(bytes / 2 ** 20).toFixed(1)} MiB` : `${(bytes / 1024).toFixed(1)} KiB`);
 
-const Table = ({ caption, head, rows }) => html`<table>
+export const Table = ({ caption, head, rows }) => html`<table>
   <caption>${caption}</caption>
   <thead>
     <tr>${head.map((each) => html`<th scope="col">${each}</th>`)}</tr>

@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steer: plain beside steered from one seed; sliders are live strengths that act in the running stream.
 
-import { ask, report } from "./api.js";
-import { editsOfFile, editsOfModule, editsOfText, factor, live } from "./edits.js";
-import { modules, problem as refused, refreshModules } from "./modules.js";
-import { CopyCurl, Inspector, Status, Tokens } from "./tokens.js";
+import { ask, pointChoices, report } from "./api.js";
+import { editsFrom, editsOfFile, editsOfText, factor, live } from "./edits.js";
+import { globalWords, modules, problem as refused, refresh } from "./modules.js";
+import { listSetting, share } from "./share.js";
+import { CopyTurn, Inspector, Status, Tokens } from "./tokens.js";
 import { colour, firstDifference, Turn } from "./turn.js";
-import { chosenOf, Field, html, short, signal, View, visible } from "./ui.js";
+import { chosenOf, effect, Field, html, PromptForm, promptSettings, sampling, short, signal, untracked, View, visible } from "./ui.js";
 
-const prompt = signal("Tell me about your day at the lake.");
-const temperature = signal("0");
-const seed = signal("0");
-const maxTokens = signal("100");
+const settings = promptSettings("Tell me about your day at the lake.");
 const strengths = signal([]);
 const chosen = signal("");
 const pasted = signal("");
@@ -23,30 +21,45 @@ const steered = signal(new Turn());
 const difference = signal(-1);
 const changes = signal([]);
 const selected = signal(null);
+/** Modules of the address with their strengths, which wait for the API. */
+const wanted = signal([]);
 let added = 0;
 
 /** Name for a live strength: the API takes letters, digits and the like. */
 const liveName = (title) => `${title.replace(/[^A-Za-z0-9_]/g, "_").slice(0, 40)}_${++added}`;
 
-function add(title, edits, strength = 1) {
-  const item = { title, name: liveName(title), edits, strength: signal(String(strength)), start: strength, sent: strength, busy: false };
+function add(title, edits, module = "", strength = 1) {
+  const item = { title, module, name: liveName(title), edits, strength: signal(String(strength)), start: strength, sent: strength, busy: false };
   strengths.value = [...strengths.value, item];
   problem.value = "";
 }
 
 const choices = () => modules.value.map((each) => [each.name, each.name]);
 
-async function addModule() {
-  const wanted = chosenOf(chosen, choices());
+async function addModule(name, strength) {
   try {
-    const found = await ask("GET", `v1/steering/modules/${encodeURIComponent(wanted)}?data=true`);
-    const edits = editsOfModule(found.content.data);
-    if (!edits.length) throw new Error(`The module ${wanted} has no edits, only probes.`);
-    add(wanted, edits);
+    add(name, await editsFrom(name), name, strength);
   } catch (error) {
     problem.value = error.message;
   }
 }
+
+const edits = listSetting(
+  () => [...strengths.value.filter((each) => each.module).map((each) => [each.module, Number(each.strength.value)]), ...wanted.value],
+  (list) => {
+    strengths.value = [];
+    wanted.value = list.map(([name, strength]) => [String(name), Number(strength) || 0]);
+  },
+  problem,
+);
+share("steer", { ...settings, edits });
+
+effect(() => {
+  if (!report.value || !wanted.value.length) return;
+  const list = wanted.value;
+  wanted.value = [];
+  untracked(() => list.forEach(([name, strength]) => addModule(name, strength)));
+});
 
 function attempt(title, read) {
   try {
@@ -79,8 +92,8 @@ function compare() {
 
 async function run() {
   stop();
-  const common = { max_tokens: Number(maxTokens.value), temperature: Number(temperature.value), seed: Number(seed.value) };
-  const messages = [{ role: "user", content: prompt.value }];
+  const common = sampling(settings);
+  const messages = [{ role: "user", content: settings.prompt.value }];
   const steering = strengths.value.flatMap((item) => {
     item.start = item.sent = Number(item.strength.value);
     return live(item.edits, item.name, item.start);
@@ -165,7 +178,7 @@ class Side extends View {
           selected.value = of;
         }}
       />
-      <${Status} turn=${turn} /><${CopyCurl} turn=${turn} />
+      <${Status} turn=${turn} /><${CopyTurn} turn=${turn} />
     </section>`;
   }
 }
@@ -184,44 +197,28 @@ class Difference extends View {
 
 export class Steer extends View {
   componentDidMount() {
-    if (report.value) refreshModules();
+    if (report.value) refresh();
   }
 
   view() {
     const running = [plain.value, steered.value].some((turn) => turn.state.value === "running");
-    const points = (report.value?.points ?? []).filter((each) => each.on && each.name).map((each) => [each.name, each.name]);
     return html`<div class="steer">
-      <form
-        onSubmit=${(event) => {
-          event.preventDefault();
-          run();
-        }}
-      >
-        <${Field} label="Prompt" kind="textarea" rows="2" value=${prompt} />
-        <div class="row">
-          <${Field} label="Temperature" kind="number" step="0.1" min="0" value=${temperature} />
-          <${Field} label="Seed" kind="number" value=${seed} />
-          <${Field} label="Most tokens" kind="number" min="1" value=${maxTokens} />
-          ${running
-            ? html`<button type="button" onClick=${stop}>Stop</button>`
-            : html`<button type="submit" class="primary">Run both</button>`}
-        </div>
-      </form>
+      <${PromptForm} settings=${settings} title="Run both" run=${run} stop=${stop} running=${running} />
       <section aria-label="Edits">
         ${strengths.value.length ? null : html`<p class="hint">Add an edit. Its slider acts in the running stream.</p>`}
         ${strengths.value.map((item) => html`<${Slider} key=${item.name} item=${item} />`)}
         <div class="row">
           ${modules.value.length
             ? html`<${Field} label="Module" kind="select" value=${chosen} options=${choices()} />
-                <button type="button" onClick=${addModule}>Add module</button>`
+                <button type="button" onClick=${() => addModule(chosenOf(chosen, choices()))}>Add module</button>`
             : html`<p class="hint">No modules are registered.</p>`}
-          <button type="button" class="quiet" onClick=${refreshModules}>Refresh modules</button>
+          <button type="button" class="quiet" onClick=${refresh}>Refresh modules</button>
         </div>
         <details>
           <summary>Paste or open a vector</summary>
           <${Field} label="Vector or edits (JSON)" kind="textarea" rows="3" value=${pasted} spellcheck="false" />
           <div class="row">
-            <${Field} label="Point" kind="select" value=${point} options=${points.length ? points : [["post_block", "post_block"]]} />
+            <${Field} label="Point" kind="select" value=${point} options=${pointChoices()} />
             <${Field} label="Layer" kind="number" min="0" value=${layer} />
             <button
               type="button"
@@ -235,6 +232,7 @@ export class Steer extends View {
       </section>
       ${problem.value || refused.value ? html`<p class="error" role="alert">${problem.value || refused.value}</p>` : null}
       <${Difference} />
+      <p class="hint">Global steering also steers the plain side, because it applies to every request. ${globalWords()}</p>
       <div class="pair">
         <${Side} title="Plain" turn=${plain.value} />
         <${Side} title="Steered" turn=${steered.value} />

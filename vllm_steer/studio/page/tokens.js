@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tokens of an answer, coloured, and the panel with the facts of the selected one.
 
-import { known, settled, textOf } from "./turn.js";
+import { curlOf, pythonOf } from "./api.js";
+import { known, ROUTE, settled, textOf } from "./turn.js";
 import { html, percent, short, View, visible } from "./ui.js";
 
 const MOVES = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity };
@@ -112,14 +113,19 @@ export class Status extends View {
   }
 }
 
-/** Copies the request of a turn as a shell command. */
-export class CopyCurl extends View {
+/** Copies a request as a shell command or as a script. */
+export const Copy = ({ path, body }) =>
+  Object.entries({ curl: curlOf, Python: pythonOf }).map(
+    ([name, write]) => html`<button type="button" class="quiet" onClick=${() => navigator.clipboard?.writeText(write(path, body))}>
+      Copy as ${name}
+    </button>`,
+  );
+
+/** Copies the request of a turn. */
+export class CopyTurn extends View {
   view() {
     const { turn } = this.props;
-    if (!turn.count.value && turn.state.value === "idle") return null;
-    return html`<button type="button" class="quiet" onClick=${() => navigator.clipboard?.writeText(turn.curl())}>
-      Copy as curl
-    </button>`;
+    return turn.state.value !== "idle" && turn.request ? html`<${Copy} path=${ROUTE} body=${turn.request} />` : null;
   }
 }
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // One streamed answer: its tokens with alternatives, lens and scores as they arrive.
 
-import { ask, curlOf, model, stream } from "./api.js";
+import { ask, model, stream } from "./api.js";
 import { batch, signal } from "./ui.js";
 
 const CHUNK = 32;
-const ROUTE = "v1/chat/completions";
+export const ROUTE = "v1/chat/completions";
 
 /**
  * @typedef {object} Token
@@ -64,15 +64,18 @@ export class Turn {
   selected = signal(-1);
   id = signal("");
   applied = signal(null);
-  /** Live strengths by name and generated token, when the answer is complete. */
-  trace = null;
   /** @type {Token[]} */
   tokens = [];
   request = null;
+  /** Tokens before those of the request: of a fork. */
+  offset = 0;
   started = 0;
   firstAfter = signal(0);
   perSecond = signal(0);
+  /** @type {any} */
   #promptLen = null;
+  /** Layers of the lens. */
+  layers = [];
   #lens = new Map();
   #waiting = [];
   #marks = new Map();
@@ -126,10 +129,6 @@ export class Turn {
     this.abort?.abort();
   }
 
-  curl() {
-    return this.request ? curlOf(ROUTE, this.request) : "";
-  }
-
   /** Send a chat request and take its stream. Returns whether the answer is complete. */
   async run(messages, settings) {
     this.request = {
@@ -171,7 +170,7 @@ export class Turn {
         this.#add({ top_logprobs: [] }, delta, choice.token_ids?.[0]);
       }
       if (choice.readouts) this.#read(choice.readouts);
-      if (choice.steering_trace) this.trace = choice.steering_trace;
+      if (choice.steering_trace) this.#trace(choice.steering_trace);
       if (choice.finish_reason) this.finish.value = [choice.finish_reason, choice.stop_reason && String(choice.stop_reason)].filter(Boolean).join(": ");
     }
   }
@@ -186,9 +185,9 @@ export class Turn {
     this.#place(token);
   }
 
-  /** Position in the whole sequence of a generated token of this request. */
+  /** Position in the whole sequence of a generated token of this request; NaN before it is known. */
   position(token) {
-    return this.#promptLen === null ? null : this.#promptLen + token.index - this.offset;
+    return this.#promptLen === null ? NaN : this.#promptLen + token.index - this.offset;
   }
 
   /** The generated token at a position, if it has arrived. */
@@ -215,6 +214,13 @@ export class Turn {
         else this.#score(name, position, read.values[n]);
       });
     }
+  }
+
+  /** Mark the tokens at which a gate was open. */
+  #trace(trace) {
+    trace.positions?.forEach((position, n) => {
+      if (trace.gates?.[n]?.some(Boolean)) this.markAt(position, "steered");
+    });
   }
 
   /** The lens at a position shows what the layers predict for the token after it. */

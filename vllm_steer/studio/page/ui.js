@@ -84,6 +84,34 @@ export class Field extends View {
   }
 }
 
+/** Return the settings of a prompt and how it is answered. */
+export const promptSettings = (text) => ({ prompt: signal(text), temperature: signal("0"), seed: signal("0"), maxTokens: signal("100") });
+
+/** Return the fields of the API for these settings. */
+export const sampling = ({ maxTokens, temperature, seed }) => ({
+  max_tokens: Number(maxTokens.value),
+  temperature: Number(temperature.value),
+  seed: Number(seed.value),
+});
+
+/** A prompt with its settings, and a button that runs or stops it. */
+export const PromptForm = ({ settings: { prompt, temperature, seed, maxTokens }, title, run, stop, running }) => html`<form
+  onSubmit=${(event) => {
+    event.preventDefault();
+    run();
+  }}
+>
+  <${Field} label="Prompt" kind="textarea" rows="2" value=${prompt} />
+  <div class="row">
+    <${Field} label="Temperature" kind="number" step="0.1" min="0" value=${temperature} />
+    <${Field} label="Seed" kind="number" value=${seed} />
+    <${Field} label="Most tokens" kind="number" min="1" value=${maxTokens} />
+    ${running
+      ? html`<button type="button" onClick=${stop}>Stop</button>`
+      : html`<button type="submit" class="primary">${title}</button>`}
+  </div>
+</form>`;
+
 /** Show white space and control characters, also those that turn the direction of text, as visible signs. */
 export const visible = (text) =>
   text
