@@ -4,11 +4,17 @@
 from __future__ import annotations
 
 import ast
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from playwright.sync_api import expect
+
 TIMEOUT_MS = 120_000
 """The model answers within seconds on an idle machine."""
+VIEWS = ("chat", "steer", "probes", "patching", "traffic", "modules", "server")
+CHAT_ROUTE = "**/v1/chat/completions"
+PATCH_ROUTE = "**/v1/steering/patch"
 MARKUP = '<img src=x onerror="window.ran=1"><b class=markup>&amp;</b>'
 """Would set a variable and add an element if it were taken for HTML."""
 
@@ -118,3 +124,26 @@ class Opened:
         assert self.errors == []
         assert ran == [None, 0], "text was taken for HTML"
         assert [url for url in self.requested if not url.startswith(f"{self.server.url}/")] == []
+
+
+def say(page: Any, text: str, tokens: int = 12) -> None:
+    """Send a message with the keyboard, and wait for the end of the answer."""
+    if not page.get_by_label("Most tokens").is_visible():
+        page.get_by_text("Settings").click()
+    page.get_by_label("Most tokens").fill(str(tokens))
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+    expect(page.locator(".status").last).to_contain_text("done")
+
+
+def events(*texts: str, error: str | None = None) -> str:
+    """Return a stream of one token for each text, without its end."""
+    made = []
+    for n, text in enumerate(texts):
+        top = [{"token": text, "logprob": -0.1, "bytes": []}, {"token": f"{text}!", "logprob": -3.0, "bytes": []}]
+        item = {"token": text, "logprob": -0.1, "bytes": [], "top_logprobs": top}
+        choice = {"index": 0, "delta": {"content": text}, "logprobs": {"content": [item]}, "token_ids": [n]}
+        made.append({"id": "chatcmpl-x", "choices": [choice], "prompt_token_ids": [1, 2]})
+    if error is not None:
+        made.append({"error": {"message": error, "code": 500}})
+    return "".join(f"data: {json.dumps(each)}\n\n" for each in made)
