@@ -346,6 +346,11 @@ def _vectors() -> dict[str, dict[int, float]]:
     return found
 
 
+def ratio_of_ours(vectors: int) -> float:
+    """Return this project's ratio of throughput with a number of different vectors."""
+    return _vectors()["vllm-steer"][vectors]
+
+
 def vectors() -> str:
     """Return the README's picture of throughput against the number of different vectors, with its caption."""
     result = load_result(VECTORS_RESULT)
