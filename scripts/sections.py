@@ -82,8 +82,7 @@ def glance() -> str:
     build = "an earlier build" if any("²" in found[i] for i in (0, 3)) else "this build"
     return (
         f"It keeps {idle:.0%} of stock vLLM's throughput while no request steers. With 256 requests that all have\n"
-        f"different edits, it kept {min(own, pictured):.0%} and {max(own, pictured):.0%} in two runs on different GPUs; "
-        "through the\n"
+        f"different edits, it kept {min(own, pictured):.0%} and {max(own, pictured):.0%} on two GPUs; through the\n"
         f"server, with an own vector, 16 probes or a capture in each request, {min(served):.0%} to {max(served):.0%}\n"
         f"([cost](#cost); {build}, CUDA graphs, 8 billion parameters, hosts that ran other jobs too).\n"
     )
