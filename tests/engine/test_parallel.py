@@ -266,4 +266,6 @@ async def test_both_data_parallel_engines_steer_and_capture(
                 close_to(result(got), result(truth[i]), i)
         assert len(await llm.collective_rpc("steering_capabilities")) == 1
     finally:
-        llm.shutdown()
+        # After the default of a few seconds, vLLM kills each process, and fails if it has just ended by itself
+        # (`kill_process_tree` in vllm/utils/system_utils.py).
+        llm.shutdown(timeout=60)

@@ -142,7 +142,7 @@ def test_two_engines_steer_and_read_while_the_other_is_idle_or_busy(model: Path,
             mixed = await asyncio.gather(*(ask(i, i // 2 % 2, "mixed") for i in range(40)))
             return [*alone, mixed]
         finally:
-            llm.shutdown()
+            llm.shutdown(timeout=60)  # see tests/engine/test_parallel.py
 
     for got in asyncio.run(every_request()):
         agree(got, one_gpu[0])
