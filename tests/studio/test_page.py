@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for all views of the studio: keys, failures, text that looks like HTML, accessibility, and the pure parts.
+"""The studio as a whole: keys, failures, text that looks like HTML, accessibility, and the pure parts.
 
 The fixture `opened` also catches, in each test, a script that fails or is refused by the policy, a request to another
 host, and text that is taken for HTML.

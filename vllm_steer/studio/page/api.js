@@ -121,8 +121,8 @@ export async function* stream(path, body, abort) {
       for (const data of events) {
         if (data === "[DONE]") return;
         const event = JSON.parse(data);
-        // The error of a cell, a text, ends no study.
-        if (event.error?.message) throw new ApiError(event.error.code ?? 500, event.error.message);
+        // The error of one cell ends no study.
+        if (event.error && event.event !== "cell") throw new ApiError(event.error.code ?? 500, messageOf(500, data));
         yield event;
       }
     }
