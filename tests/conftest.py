@@ -77,6 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 _PRELOAD = os.environ.get("LD_PRELOAD")
 # Spelt out, because the package is imported only after the environment is set.
 SET_BY_FLAGS = ("VLLM_STEER_CAPTURE_CONSUMERS", "VLLM_STEER_CONTROLLER", "VLLM_STEER_REGISTRY")
+SET_BY_MODELS = ("VLLM_USE_BREAKABLE_CUDAGRAPH",)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -84,13 +85,14 @@ def pytest_runtest_setup() -> None:
     """Undo what engines and flags in this process do to the environment of later tests.
 
     vLLM's CPU platform adds to LD_PRELOAD with every engine (``platforms/cpu.py``); a shell then complains on stderr,
-    and after many engines Python cannot load torch. Flags that a test parses would give later tests its registry.
+    and after many engines Python cannot load torch. Flags that a test parses would give later tests its registry. Some
+    models turn breakable graphs on for the whole process (``config/vllm.py``), after which no engine is compiled.
     """
     if _PRELOAD is None:
         os.environ.pop("LD_PRELOAD", None)
     else:
         os.environ["LD_PRELOAD"] = _PRELOAD
-    for name in SET_BY_FLAGS:
+    for name in SET_BY_FLAGS + SET_BY_MODELS:
         os.environ.pop(name, None)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.conftest import SET_BY_FLAGS
+from tests.conftest import SET_BY_FLAGS, SET_BY_MODELS
 from vllm_steer.config import (
     SCHEDULER_CLS,
     WORKER_CLS,
@@ -370,7 +370,7 @@ def test_refuses_wrong_modules(words: list[str], said: str, capsys: pytest.Captu
     assert said in error_of(capsys, *words)
 
 
-def test_no_test_inherits_what_flags_have_set() -> None:
-    """Catches a registry of an earlier test in the engines of later ones, which failed by the order of the files."""
+def test_no_test_inherits_what_flags_and_models_have_set() -> None:
+    """Catches a registry or graphs of an earlier test in the engines of later ones, which fail by the order of files."""
     assert set(SET_BY_FLAGS) == {CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, REGISTRY_VARIABLE}
-    assert not os.environ.keys() & set(SET_BY_FLAGS)
+    assert not os.environ.keys() & {*SET_BY_FLAGS, *SET_BY_MODELS}
