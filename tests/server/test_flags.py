@@ -371,6 +371,6 @@ def test_refuses_wrong_modules(words: list[str], said: str, capsys: pytest.Captu
 
 
 def test_no_test_inherits_what_flags_and_models_have_set() -> None:
-    """Catches a registry or graphs of an earlier test in the engines of later ones, which fail by the order of files."""
+    """Catches a registry or graphs of an earlier test in the engines of later ones, which fail by file order."""
     assert set(SET_BY_FLAGS) == {CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, REGISTRY_VARIABLE}
     assert not os.environ.keys() & {*SET_BY_FLAGS, *SET_BY_MODELS}
