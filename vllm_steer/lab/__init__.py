@@ -8,6 +8,8 @@ from vllm_steer.lab.examples import Examples, read_examples
 from vllm_steer.lab.expression import Expression
 from vllm_steer.lab.harvest import Harvest, harvest
 from vllm_steer.lab.methods import make
+from vllm_steer.lab.probe_result import ProbeResult
+from vllm_steer.lab.probes import TrainedProbe, check_probe, train_probe
 from vllm_steer.lab.row_stream import RowBatch, RowStream
 from vllm_steer.lab.scores import Keywords, ProbeScore
 
@@ -19,11 +21,15 @@ __all__ = [
     "Expression",
     "Harvest",
     "Keywords",
+    "ProbeResult",
     "ProbeScore",
     "RowBatch",
     "RowStream",
+    "TrainedProbe",
+    "check_probe",
     "dose",
     "harvest",
     "make",
     "read_examples",
+    "train_probe",
 ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -18,6 +19,7 @@ from vllm_steer.patching.runner import ModelFacts
 from vllm_steer.points import PointName
 from vllm_steer.request.scalars import read_choice
 from vllm_steer.request.sites import read_layers, read_point
+from vllm_steer.request.strict_json import parse_json
 
 Array: TypeAlias = npt.NDArray[np.float32]
 Pool = Literal["mean", "last"]
@@ -26,6 +28,19 @@ WITHOUT_FIRST = ((1, None),)
 """Positions of all tokens but the first, whose stream does not depend on the text and is many times longer."""
 _BATCH = 32
 """Texts whose rows are in memory together."""
+
+
+def describe_tokens(positions: Any, pool: Pool) -> dict[str, str]:
+    """Return the entries of a file's provenance for the tokens of a text and how their rows are pooled."""
+    return {"positions": positions if isinstance(positions, str) else json.dumps(positions, default=str), "pool": pool}
+
+
+def described_tokens(provenance: Mapping[str, str]) -> tuple[Any, Pool]:
+    """Return the positions and the pool of a file's provenance, or the defaults."""
+    where: Any = provenance.get("positions") or WITHOUT_FIRST
+    if isinstance(where, str) and where.startswith("["):
+        where = parse_json(where, "provenance.positions")
+    return where, "last" if provenance.get("pool") == "last" else "mean"
 
 
 @dataclass(frozen=True, eq=False)

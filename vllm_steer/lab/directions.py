@@ -170,14 +170,23 @@ class Directions(Mapping[int, Direction]):
         streams = {str(layer): float(f"{self[layer].stream:.6g}") for layer in chosen}
         aurocs = {str(layer): round(self[layer].auroc, 4) for layer in chosen}
         about = {**self.provenance, "stream": json.dumps(streams), "auroc": json.dumps(aurocs)}
-        metadata = parse_metadata({"model": self.model, "provenance": {"method": self.method, **about}})
-        target = Path(path)
-        temporary = target.with_name(f".{os.getpid()}.{target.name}")
-        try:
-            write_vector_file(temporary, parse_module({"base": vectors}), metadata)
-            temporary.replace(target)
-        except OSError as error:
-            problem = f"{target} cannot be written: {error.strerror or error}; make room or use another folder"
-            raise SteeringError("out", f"{problem}. An existing file is as it was") from None
-        finally:
-            temporary.unlink(missing_ok=True)
+        save_module(path, {"base": vectors}, self.model, {"method": self.method, **about})
+
+
+def save_module(path: str | Path, content: Mapping[str, Any], model: str, provenance: Mapping[str, str]) -> None:
+    """Write the file of a module. An existing file is replaced as a whole.
+
+    Raises:
+        SteeringError: The file cannot be written.
+    """
+    module, metadata = parse_module(content), parse_metadata({"model": model, "provenance": provenance})
+    target = Path(path)
+    temporary = target.with_name(f".{os.getpid()}.{target.name}")
+    try:
+        write_vector_file(temporary, module, metadata)
+        temporary.replace(target)
+    except OSError as error:
+        problem = f"{target} cannot be written: {error.strerror or error}; make room or use another folder"
+        raise SteeringError("out", f"{problem}. An existing file is as it was") from None
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.activations import WITHOUT_FIRST, Pool, collect, read_site_layers
+from vllm_steer.lab.activations import collect, described_tokens, read_site_layers
 from vllm_steer.lab.directions import Direction, Directions
 from vllm_steer.lab.dose_result import DoseResult, choose
 from vllm_steer.lab.examples import Examples, Source, Text, read_examples, read_prompts
@@ -153,9 +153,7 @@ def _placed(
 
 def _shuffled(llm: Any, examples: Examples, made: Directions, at: Direction, seed: int) -> list[Direction]:
     """Return directions of examples with shuffled labels, made as ``made`` was, with the site of ``at``."""
-    where: Any = made.provenance.get("positions") or WITHOUT_FIRST
-    positions = json.loads(where) if str(where).startswith("[") else where
-    pool: Pool = "last" if made.provenance.get("pool") == "last" else "mean"
+    positions, pool = described_tokens(made.provenance)
     found = collect(llm, examples.texts, point=at.point, layers=[at.layer], positions=positions, pool=pool)
     method: Method = next((name for name in METHODS if name == made.method), "mean")
     shuffled = [directions_of(found, examples.shuffled(seed + i), method)[at.layer] for i in range(SHUFFLES)]

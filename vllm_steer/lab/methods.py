@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.activations import WITHOUT_FIRST, Activations, Pool, collect
+from vllm_steer.extras import install_hint
+from vllm_steer.lab.activations import WITHOUT_FIRST, Activations, Pool, collect, describe_tokens
 from vllm_steer.lab.directions import Direction, Directions
 from vllm_steer.lab.examples import Examples, Source, read_examples
 from vllm_steer.lab.statistics import auroc, folds
@@ -59,11 +58,11 @@ def make(
     Raises:
         SteeringError: An argument or an example is invalid, or the classes have the same mean.
     """
-    read_choice(method, METHODS, "method")
+    if read_choice(method, METHODS, "method") == "probe":
+        logistic_regression()
     read = read_examples(examples)
     found = collect(llm, read.texts, point=point, layers=layers, positions=positions, pool=pool, use_tqdm=use_tqdm)
-    where = positions if isinstance(positions, str) else json.dumps(positions, default=str)
-    about = {"examples": f"{len(read.texts)} texts, sha256 {read.digest}", "positions": where, "pool": pool}
+    about = {"examples": f"{len(read.texts)} texts, sha256 {read.digest}", **describe_tokens(positions, pool)}
     about["by"] = f"vllm-steer {__version__}"
     return Directions(directions_of(found, read, method, seed), found.model, method, about)
 
@@ -128,22 +127,19 @@ def logistic(rows: Floats, labels: Labels, penalty: float = 1.0) -> tuple[Floats
     """
     mean, scale = rows.mean(0), rows.std(0)
     scale = np.where(scale > 0, scale, 1.0)
-    inputs, wanted = torch.from_numpy((rows - mean) / scale), torch.from_numpy(labels.astype(np.float64))
-    weights = torch.zeros(rows.shape[1] + 1, dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.LBFGS([weights], max_iter=500, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+    found = logistic_regression()(C=1 / penalty, tol=1e-9, max_iter=2000).fit((rows - mean) / scale, labels)
+    folded: Floats = found.coef_[0] / scale
+    return folded, float(found.intercept_[0] - folded @ mean)
 
-    def loss() -> torch.Tensor:
-        optimiser.zero_grad()
-        logits = inputs @ weights[:-1] + weights[-1]
-        total = torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted, reduction="sum")
-        total = total + penalty / 2 * (weights[:-1] ** 2).sum()
-        total.backward()
-        return total
 
-    optimiser.step(loss)
-    found = weights.detach().numpy()
-    folded: Floats = found[:-1] / scale
-    return folded, float(found[-1] - folded @ mean)
+def logistic_regression() -> Any:
+    """Return scikit-learn's class; raise SteeringError if it is not installed."""
+    try:
+        from sklearn.linear_model import LogisticRegression
+    except ImportError:
+        problem = "a logistic regression needs the package scikit-learn"
+        raise SteeringError("probe", f"{problem}; {install_hint('lab')}") from None
+    return LogisticRegression
 
 
 METHODS: Mapping[Method, Callable[[Floats, Examples], Floats]] = {"mean": _mean, "pca": _pca, "probe": _probe}

@@ -16,6 +16,25 @@ def auroc(positive: npt.ArrayLike, negative: npt.ArrayLike) -> float:
     return float(((below + upto) / 2).mean() / len(low))
 
 
+def auroc_interval(
+    positive: npt.NDArray[np.float64], negative: npt.NDArray[np.float64], seed: int = 0, count: int = 2000
+) -> tuple[float, float]:
+    """Return the bootstrap percentile interval of the AUROC with 95 % coverage, resampling each class."""
+    random = np.random.default_rng(seed)
+    drawn = [auroc(*(random.choice(each, len(each)) for each in (positive, negative))) for _ in range(count)]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def permuted_aurocs(
+    scores: npt.NDArray[np.float64], labels: npt.NDArray[np.bool_], seed: int = 0, count: int = 2000
+) -> npt.NDArray[np.float64]:
+    """Return the AUROC for each of several random permutations of the labels."""
+    random = np.random.default_rng(seed)
+    permuted = (random.permutation(labels) for _ in range(count))
+    return np.array([auroc(scores[each], scores[~each]) for each in permuted])
+
+
 def folds(groups: npt.NDArray[np.int64], classes: npt.NDArray[Any], count: int, seed: int) -> npt.NDArray[np.int64]:
     """Return the number of each example's fold. A group is in one fold; groups of a class spread over all folds.
 

@@ -60,7 +60,7 @@ def check_model(folder: str, field: str, models: Iterable[str]) -> None:
     files = open_files(folder, field)
     made_for = next((each["model_name"] for each in _described(files) if isinstance(each.get("model_name"), str)), None)
     names = list(dict.fromkeys(models))
-    if made_for and _plain(made_for) not in map(_plain, names):
+    if made_for and plain_name(made_for) not in map(plain_name, names):
         raise files.refuse(
             f"was made for the model {made_for[:200]!r}, not for {' or '.join(map(repr, names))}; serve that model, "
             f"give its name with --served-model-name, or add {ANY_SITE_FLAG}"
@@ -93,7 +93,7 @@ def _named(files: SaeFiles, folder: Path) -> tuple[str | None, int | None]:
     return name, layer
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return the name of a model without its owner or folder, in lower case."""
     cached = _SNAPSHOT.search(name)
     plain = (cached[1] if cached else name.rstrip("/").rpartition("/")[2]).lower().replace("_", "-")

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probes of texts whose labels depend on a planted direction, or on nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.lab.hf import Hooked
+from tests.tiny import HIDDEN, VOCAB
+from vllm_steer import SamplingParams, SteeringError
+from vllm_steer.lab import TrainedProbe, check_probe, train_probe
+from vllm_steer.lab.directions import save_module
+from vllm_steer.lab.probe_result import ProbeResult
+from vllm_steer.lab.probes import distinct_texts
+from vllm_steer.registry.vector_files import read_vector_file
+
+LAYER = 2
+RANDOM = np.random.default_rng(11)
+TEXTS = [RANDOM.integers(0, VOCAB, RANDOM.integers(4, 9)).tolist() for _ in range(300)]
+PLANTED = RANDOM.standard_normal(HIDDEN)
+
+
+def labelled(texts: Any, labels: Any) -> list[dict[str, Any]]:
+    return [{"text": text, "label": bool(label)} for text, label in zip(texts, labels, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> np.ndarray:
+    """Mean row of each text at the layer, without the first token, by hooks on HF Transformers."""
+    hooked = Hooked(folder)
+    return np.stack([hooked.run(text)[LAYER, 1:].mean(0) for text in TEXTS])
+
+
+@pytest.fixture(scope="module")
+def planted(rows: np.ndarray) -> list[dict[str, Any]]:
+    """Texts with a small or a large component along the planted direction."""
+    along = rows @ PLANTED
+    low, high = np.quantile(along, [0.35, 0.65])
+    chosen = np.flatnonzero((along < low) | (along > high))
+    return labelled([TEXTS[i] for i in chosen], along[chosen] > high)
+
+
+@pytest.fixture(scope="module")
+def trained(llm: Any, planted: list[dict[str, Any]]) -> TrainedProbe:
+    return train_probe(llm, planted[:140], layers=[0, LAYER])
+
+
+@pytest.fixture(scope="module")
+def saved(trained: TrainedProbe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("probe") / "planted.safetensors"
+    trained.save(path)
+    return path
+
+
+def test_a_planted_direction_is_found(trained: TrainedProbe) -> None:
+    """Catches labels or rows of other texts, and a layer at which the classes are told apart worse."""
+    result = trained.result
+    assert trained.layer == LAYER and trained.aurocs[LAYER] > trained.aurocs[0]
+    assert result.auroc > 0.95 and result.accuracy > 0.85 and result.better_than_chance, result.verdict
+    assert result.verdict.startswith("better than chance: AUROC ")
+    assert result.controls is not None and len(result.controls) == 20
+    assert abs(np.mean(result.controls) - 0.5) < 0.15 and max(result.controls) < result.auroc
+
+
+def test_random_labels_are_no_better_than_chance(llm: Any, trained: TrainedProbe, tmp_path: Path) -> None:
+    """Catches scores of the texts that the probe was trained on, which separate any labels."""
+    for seed in range(4):
+        labels = np.random.default_rng(seed).permutation(np.arange(90) % 2)
+        found = train_probe(llm, labelled(TEXTS[:90], labels), layers=LAYER, controls=5, seed=seed)
+        assert found.result.verdict.startswith("no better than chance: "), found.result.verdict
+    trained.save(tmp_path / "probe.safetensors")
+    checked = check_probe(llm, tmp_path / "probe.safetensors", labelled(TEXTS[:90], labels))
+    assert not checked.better_than_chance and checked.verdict.startswith("no better than chance: "), checked.verdict
+
+
+def test_the_engine_serves_the_checked_scores(
+    llm: Any, trained: TrainedProbe, saved: Path, planted: list[dict[str, Any]], rows: np.ndarray
+) -> None:
+    """Catches a bias, layer, point or token that the file loses, and scores that the engine does not return."""
+    module, metadata = read_vector_file(saved)
+    assert (module.probes["probe"].layer, module.probes["probe"].point) == (LAYER, "post_block")
+    assert metadata.provenance["result"] == trained.result.verdict
+    others = planted[140:]
+    checked = check_probe(llm, saved, others)
+    assert checked.auroc > 0.95 and checked.better_than_chance and checked.controls is None
+    llm.steering.register_file("planted", saved)
+    readout = {"probe": "planted/probe", "positions": [[1, None]]}
+    params = SamplingParams(max_tokens=1, temperature=0, readouts={"lie": readout})
+    outputs = llm.generate([each["text"] for each in others], params, use_tqdm=False)
+    served = [float(output.outputs[0].readouts["lie"].values.mean()) for output in outputs]
+    np.testing.assert_allclose(checked.scores, served, atol=1e-4)
+    right = [rows[TEXTS.index(each["text"])] @ trained.weights + trained.bias for each in others]
+    np.testing.assert_allclose(checked.scores, right, atol=1e-3)
+    held = trained.result
+    again = check_probe(llm, saved, labelled(held.texts, held.labels))
+    np.testing.assert_allclose(again.scores, held.scores, atol=1e-4)
+
+
+def test_the_last_token_is_scored_alone(llm: Any, planted: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Catches a check that averages the scores of a probe of last tokens."""
+    found = train_probe(llm, planted[:90], layers=LAYER, pool="last", controls=2)
+    found.save(tmp_path / "last.safetensors")
+    held = found.result
+    checked = check_probe(llm, tmp_path / "last.safetensors", labelled(held.texts, held.labels))
+    np.testing.assert_allclose(checked.scores, held.scores, atol=1e-4)
+
+
+def test_other_probes_are_checked_as_the_engine_reads_them(
+    llm: Any, trained: TrainedProbe, planted: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Catches a threshold of log-odds for probabilities, and a hidden layer that is read as a direction."""
+    site = {"point": "post_block", "layer": LAYER}
+    linear = {"weights": trained.weights, "bias": trained.bias, "sigmoid": True, **site}
+    hidden = {"weights": [trained.weights, -trained.weights], "outputs": [1.0, -1.0], "activation": "relu", **site}
+    path = tmp_path / "two.safetensors"
+    save_module(path, {"probes": {"linear": linear, "hidden": hidden}}, trained.model, {})
+    others = planted[140:]
+    found = check_probe(llm, path, others, name="linear")
+    assert found.threshold == 0.5 and 0 < found.scores.min() < 0.5 < found.scores.max() < 1 and found.auroc > 0.9
+    found = check_probe(llm, path, others, name="hidden")
+    exact = trained.readout()
+    save_module(tmp_path / "one.safetensors", {"probes": {"p": {"weights": exact["probe"], **site}}}, "", {})
+    np.testing.assert_allclose(found.scores, check_probe(llm, tmp_path / "one.safetensors", others).scores, atol=1e-4)
+    with pytest.raises(SteeringError, match=r"name: .*two\.safetensors has several probes; name one of hidden, linear"):
+        check_probe(llm, path, others)
+    with pytest.raises(SteeringError, match=r"name: .* has no probe 'lie'; use one of hidden, linear"):
+        check_probe(llm, path, others, name="lie")
+
+
+def test_no_text_is_on_both_sides(llm: Any) -> None:
+    """Catches a repeated text, or the other text of a pair, that is held out and trained on."""
+    repeated = labelled([*TEXTS[:40], *TEXTS[:40]], [*(np.arange(40) % 2)] * 2)
+    assert distinct_texts(repeated)[1] == TEXTS[:40]
+    random = np.random.default_rng(0)
+    found = train_probe(llm, random.permutation(np.array(repeated, object)).tolist(), layers=0, controls=2)
+    held = [str(text) for text in found.result.texts]
+    assert len(set(held)) == len(held) == 14 and found.provenance["examples"].startswith("40 texts")
+    pairs = [{"positive": TEXTS[2 * i], "negative": TEXTS[2 * i + 1]} for i in range(30)]
+    result = train_probe(llm, pairs, layers=0, controls=2).result
+    held = [str(text) for text in result.texts]
+    assert len(held) == 20
+    assert all((str(pair["positive"]) in held) == (str(pair["negative"]) in held) for pair in pairs)
+    assert {str(text) for text, label in zip(result.texts, result.labels, strict=True) if label} == {
+        str(pair["positive"]) for pair in pairs
+    } & set(held)
+
+
+def test_unusable_examples_are_refused(llm: Any, saved: Path) -> None:
+    """Catches a verdict about too few texts, and labels that contradict each other."""
+    refused: list[tuple[list[dict[str, Any]], str]] = [
+        (labelled(TEXTS[:29], np.arange(29) % 2), "have 9 positive texts for training and 5 to hold out; give"),
+        (labelled(TEXTS[:40], np.arange(40) < 14), "have 9 positive texts .* give at least 15 different texts"),
+        (labelled(TEXTS[:40], np.ones(40)), "has labels of one class, true; give texts of both classes"),
+        (labelled([*TEXTS[:30], TEXTS[0]], np.arange(31) % 2 == 1) + labelled([TEXTS[0]], [True]), "with both labels"),
+        (labelled([*TEXTS[:30], [{"role": "user", "content": "a"}]], np.arange(31) % 2), "have conversations and"),
+    ]  # fmt: skip
+    for examples, message in refused:
+        with pytest.raises(SteeringError, match=f"examples: .*{message}"):
+            train_probe(llm, examples, layers=0)
+    with pytest.raises(SteeringError, match="examples: have 4 texts of a class; give at least 5"):
+        check_probe(llm, saved, labelled(TEXTS[:20], np.arange(20) < 4))
+    with pytest.raises(SteeringError, match=r"layers: 40 is not a layer of .*name other layers, or start the model"):
+        train_probe(llm, labelled(TEXTS[:40], np.arange(40) % 2), layers=[1, 40])
+
+
+def test_probes_of_another_model_are_refused(llm: Any, trained: TrainedProbe, planted: Any, tmp_path: Path) -> None:
+    """Catches scores of rows of another model, another width, or a layer that does not exist."""
+    path, site = tmp_path / "probe.safetensors", {"point": "post_block", "layer": LAYER}
+    refused: list[tuple[dict[str, Any], str, str]] = [
+        ({"weights": trained.weights, **site}, "org/other-7b", "was trained on the model 'org/other-7b', not on"),
+        ({"weights": np.ones(HIDDEN + 1), **site}, "", f"reads rows of {HIDDEN + 1} numbers, and .* has {HIDDEN}"),
+        ({"weights": trained.weights, **site, "layer": 40}, "", "40 is not a layer of .*, or start the model"),
+        ({"weights": trained.weights}, "", "does not name its hook point and layer; write it with both"),
+    ]
+    for probe, model, message in refused:
+        save_module(path, {"probes": {"probe": probe}}, model, {})
+        with pytest.raises(SteeringError, match=message):
+            check_probe(llm, path, planted[140:])
+    save_module(path, {"base": {"post_block": {"1": np.ones(HIDDEN)}}}, "", {})
+    with pytest.raises(SteeringError, match="has vectors and no probe; train one"):
+        check_probe(llm, path, planted[140:])
+
+
+def test_the_texts_of_the_training_are_no_check(llm: Any, saved: Path, planted: list[dict[str, Any]]) -> None:
+    """Catches a check that repeats the training's own labels."""
+    with pytest.raises(SteeringError, match=r"examples: are those that .* was trained on; give other texts"):
+        check_probe(llm, saved, planted[:140])
+
+
+def test_a_missing_package_is_named(llm: Any, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an ImportError in place of the command that installs the package."""
+    monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
+    with pytest.raises(SteeringError, match=r'probe: .* needs the package scikit-learn; run `pip install "\.\[lab\]"`'):
+        train_probe(llm, planted)
+
+
+def test_statistics_of_a_result() -> None:
+    """Catches rates of the other class, and a probability of chance below one of the permutations."""
+    labels = np.arange(12) < 6
+    scores = np.array([3.0, 2, 1, 4, 5, -1, -2, -3, -4, -5, 1.5, -6])
+    result = ProbeResult([[0]] * 12, scores, labels, 0.0)
+    assert (result.recall, result.false_positives, result.accuracy) == (5 / 6, 1 / 6, 10 / 12)
+    assert result.auroc == pytest.approx(34 / 36)
+    assert result.interval[0] < result.auroc < result.interval[1] <= 1 and 1 / 2001 <= result.chance < 0.02
+    perfect = ProbeResult([[0]] * 12, np.where(labels, 1.0, 0.0), labels, 0.5)
+    assert perfect.interval == (1, 1) and 1 / 2001 <= perfect.chance < 0.01 and perfect.better_than_chance
+    wrong = ProbeResult([[0]] * 12, np.where(labels, 0.0, 1.0), labels, 0.5)
+    assert not wrong.better_than_chance and wrong.chance > 0.99
+    assert not ProbeResult([[0]] * 12, perfect.scores, labels, 0.5, np.ones(20)).better_than_chance
