@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tests.lab.hf import Hooked
 from tests.tiny import HIDDEN, VOCAB
 from vllm_steer import SamplingParams, SteeringError
+from vllm_steer.cli import probe as commands
+from vllm_steer.cli.main import app
 from vllm_steer.lab import TrainedProbe, check_probe, train_probe
 from vllm_steer.lab.directions import save_module
 from vllm_steer.lab.probe_result import ProbeResult
-from vllm_steer.lab.probes import distinct_texts
+from vllm_steer.lab.probe_texts import distinct_texts
 from vllm_steer.registry.vector_files import read_vector_file
 
 LAYER = 2
@@ -135,7 +139,7 @@ def test_other_probes_are_checked_as_the_engine_reads_them(
 def test_no_text_is_on_both_sides(llm: Any) -> None:
     """Catches a repeated text, or the other text of a pair, that is held out and trained on."""
     repeated = labelled([*TEXTS[:40], *TEXTS[:40]], [*(np.arange(40) % 2)] * 2)
-    assert distinct_texts(repeated)[1] == TEXTS[:40]
+    assert distinct_texts(repeated).texts == TEXTS[:40]
     random = np.random.default_rng(0)
     found = train_probe(llm, random.permutation(np.array(repeated, object)).tolist(), layers=0, controls=2)
     held = [str(text) for text in found.result.texts]
@@ -188,7 +192,7 @@ def test_probes_of_another_model_are_refused(llm: Any, trained: TrainedProbe, pl
 
 def test_the_texts_of_the_training_are_no_check(llm: Any, saved: Path, planted: list[dict[str, Any]]) -> None:
     """Catches a check that repeats the training's own labels."""
-    with pytest.raises(SteeringError, match=r"examples: are those that .* was trained on; give other texts"):
+    with pytest.raises(SteeringError, match="examples: are those that the probe was trained on; give other"):
         check_probe(llm, saved, planted[:140])
 
 
@@ -212,3 +216,55 @@ def test_statistics_of_a_result() -> None:
     wrong = ProbeResult([[0]] * 12, np.where(labels, 0.0, 1.0), labels, 0.5)
     assert not wrong.better_than_chance and wrong.chance > 0.99
     assert not ProbeResult([[0]] * 12, perfect.scores, labels, 0.5, np.ones(20)).better_than_chance
+
+
+def written(path: Path, examples: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(each) + "\n" for each in examples))
+    return str(path)
+
+
+def test_the_commands_write_and_check_what_python_trains(
+    llm: Any, planted: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches options that the commands do not pass on, a verdict of other texts, and a failed check with status 0."""
+    monkeypatch.setattr(commands, "start_engine", lambda model, words, command: llm)
+    out, examples = tmp_path / "lie.safetensors", written(tmp_path / "train.jsonl", planted[:90])
+    words = ["--layers", "1:3", "--pool", "last", "--positions", "last_prompt", "--seed", "3", "--out", str(out)]
+    done = CliRunner().invoke(app, ["probe", "train", examples, "--model", "m", *words])
+    assert done.exit_code == 0, done.output
+    expected = train_probe(llm, planted[:90], layers=[1, 2], pool="last", positions="last_prompt", seed=3)
+    assert expected.result.verdict in done.output and f"at post_block of layer {expected.layer}" in done.output
+    module, metadata = read_vector_file(out)
+    np.testing.assert_allclose(module.probes["probe"].weights, expected.weights, atol=1e-5)
+    assert metadata.provenance["positions"] == "last_prompt" and metadata.provenance["pool"] == "last"
+    for labels in (planted[140:], labelled(TEXTS[200:260], np.arange(60) % 2)):
+        others = written(tmp_path / "others.jsonl", labels)
+        done = CliRunner().invoke(app, ["probe", "check", str(out), others, "--model", "m"])
+        result = check_probe(llm, out, labels)
+        assert result.verdict in done.output and done.exit_code == int(not result.better_than_chance)
+    assert done.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "few.jsonl", "--out", "a.safetensors"], "give at least 15 different texts of each class"),
+        (["train", "many.jsonl", "--out", "a.gguf"], "a.gguf has an unknown suffix; use .safetensors"),
+        (["train", "many.jsonl", "--out", "none/a.safetensors"], "folder not found"),
+        (["train", "many.jsonl", "--out", "a.safetensors", "--layers", "x"], "layers: 'x' is not 12"),
+        (["check", "a.safetensors", "many.jsonl"], "a.safetensors cannot be read"),
+        (["check", "vectors.safetensors", "many.jsonl"], "has vectors and no probe"),
+    ],
+)
+def test_the_commands_fail_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    """Catches a wrong option or file that is told after minutes of loading."""
+    monkeypatch.setattr(commands, "start_engine", lambda *arguments: pytest.fail("loaded the model"))
+    monkeypatch.chdir(tmp_path)
+    written(Path("few.jsonl"), labelled(TEXTS[:28], np.arange(28) % 2))
+    written(Path("many.jsonl"), labelled(TEXTS[:30], np.arange(30) % 2))
+    save_module("vectors.safetensors", {"base": {"post_block": {"1": np.ones(HIDDEN)}}}, "", {})
+    done = CliRunner().invoke(app, ["probe", *words, "--model", "m"])
+    assert done.exit_code == 1 and message in done.output
+    assert not Path("a.safetensors").exists()

@@ -14,6 +14,11 @@ from vllm_steer.cli.output import check_image, check_output, failing_on, print_t
 Model = Annotated[str, typer.Option(help="The model, a name or a folder. Options of vLLM's engine may follow.")]
 Layers = Annotated[str, typer.Option(help='Layers such as 12, "8,12", 8:24 or 8:24:4; or all. Layers count from 0.')]
 Point = Annotated[str, typer.Option(help="Hook point.")]
+Positions = Annotated[
+    str | None,
+    typer.Option(help="Tokens of each text, such as last_prompt or assistant; all but the first by default."),
+]
+Pool = Annotated[str, typer.Option(help="mean or last of the tokens' rows.")]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
 
 
@@ -25,10 +30,8 @@ def make(
     out: Annotated[Path, typer.Option(help="The .safetensors or .gguf file to write.")],
     layers: Layers = "all",
     point: Point = "post_block",
-    positions: Annotated[
-        str | None, typer.Option(help="Tokens of each text, such as assistant; all but the first by default.")
-    ] = None,
-    pool: Annotated[str, typer.Option(help="mean or last of the tokens' rows.")] = "mean",
+    positions: Positions = None,
+    pool: Pool = "mean",
     best: Annotated[bool, typer.Option("--best", help="Write only the layer with the largest AUROC.")] = False,
     seed: Seed = 0,
 ) -> None:
@@ -42,11 +45,13 @@ def make(
     with failing_on(SteeringError):
         from vllm_steer.lab.activations import POOLS
         from vllm_steer.lab.examples import read_examples
-        from vllm_steer.lab.methods import METHODS
+        from vllm_steer.lab.methods import METHODS, logistic_regression
         from vllm_steer.request.scalars import read_choice
 
         # Before the model is loaded, which takes long.
         chosen, read = read_choice(method, METHODS, "method"), read_examples(examples)
+        if chosen == "probe":
+            logistic_regression()
         given: dict[str, Any] = {"pool": read_choice(pool, POOLS, "pool")}
         numbers = read_layer_range(layers)
         if out.suffix not in (".safetensors", ".gguf"):
@@ -142,9 +147,7 @@ def harvest(
     out: Annotated[Path, typer.Option(help="Folder of the files; an interrupted harvest goes on there.")],
     layers: Layers = "all",
     point: Point = "post_block",
-    positions: Annotated[
-        str | None, typer.Option(help="Tokens of each text, such as last_prompt; all but the first by default.")
-    ] = None,
+    positions: Positions = None,
     row_dtype: Annotated[str | None, typer.Option(help="Dtype of the rows; the model's by default.")] = None,
     answer: Annotated[
         bool, typer.Option("--answer", help="End conversations with the beginning of an answer.")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_steer.cli import captures, chat, keys, lab, modules, steering
+from vllm_steer.cli import captures, chat, keys, lab, modules, probe, steering
 from vllm_steer.cli.convert import convert
 from vllm_steer.cli.engine import ENGINE_CONTEXT
 from vllm_steer.cli.fuzz import fuzz
@@ -25,6 +25,7 @@ app.command(context_settings=ENGINE_CONTEXT)(patch)
 app.command(context_settings=ENGINE_CONTEXT)(lab.make)
 app.command(context_settings=ENGINE_CONTEXT)(lab.dose)
 app.command(context_settings=ENGINE_CONTEXT)(lab.harvest)
+app.add_typer(probe.app, name="probe")
 app.add_typer(modules.app, name="modules")
 app.add_typer(keys.app, name="keys")
 app.command(name="set")(steering.set_steering)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +25,10 @@ from vllm_steer.lab.activations import (
     read_site_layers,
 )
 from vllm_steer.lab.directions import save_module
-from vllm_steer.lab.examples import Examples, Source, Text, read_examples
+from vllm_steer.lab.examples import Examples, Source, Text
 from vllm_steer.lab.methods import Floats, Labels, logistic, logistic_regression
 from vllm_steer.lab.probe_result import ProbeResult
+from vllm_steer.lab.probe_texts import read_unseen, split_texts
 from vllm_steer.lab.statistics import auroc, folds
 from vllm_steer.models.sae_site import models_of, plain_name
 from vllm_steer.params import SamplingParams
@@ -41,11 +41,8 @@ from vllm_steer.request.scalars import read_integer, shown
 
 PROBE = "probe"
 """Name of the probe in the file of a `TrainedProbe`, and of its readout."""
-LEAST_TRAINING, LEAST_HELD_OUT = 10, 5
-"""Fewest texts of each class."""
 CONTROLS = 20
-_PARTS, _FOLDS = 3, 5
-"""One part of the texts is held out; the others choose the layer on folds."""
+_FOLDS = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,18 +108,10 @@ def train_probe(
     """
     logistic_regression()
     read_integer(controls, 2, 1000, "controls")
-    digest, texts, labels, groups = distinct_texts(examples)
-    # Groups with texts of one class, of the other and of both are each spread over all folds.
-    kinds = 2 * np.isin(groups, groups[labels]) + np.isin(groups, groups[~labels])
-    held_out = folds(groups, kinds, _PARTS, seed) == 0
-    counts = [((~held_out & (labels == each)).sum(), (held_out & (labels == each)).sum()) for each in (True, False)]
-    for name, (training, others) in zip(("positive", "negative"), counts, strict=True):
-        if training < LEAST_TRAINING or others < LEAST_HELD_OUT:
-            problem = f"have {training} {name} texts for training and {others} to hold out"
-            least = f"give at least {LEAST_TRAINING + LEAST_HELD_OUT} different texts of each class"
-            raise SteeringError("examples", f"{problem}; {least}")
-    found = collect(llm, texts, point=point, layers=layers, positions=positions, pool=pool, use_tqdm=use_tqdm)
-    inner = folds(groups[~held_out], kinds[~held_out], _FOLDS, seed)
+    given, held_out = split_texts(examples, seed)
+    labels = given.labels
+    found = collect(llm, given.texts, point=point, layers=layers, positions=positions, pool=pool, use_tqdm=use_tqdm)
+    inner = folds(given.groups[~held_out], given.kinds[~held_out], _FOLDS, seed)
     rows = {layer: array.astype(np.float64) for layer, array in found.rows.items()}
     aurocs = {layer: _unseen_auroc(array[~held_out], labels[~held_out], inner) for layer, array in rows.items()}
     equal = [layer for layer in aurocs if aurocs[layer] == max(aurocs.values())]
@@ -143,11 +132,11 @@ def train_probe(
             wrong[part] = random.permutation(labels[part])
         values = fit(wrong)[2]
         permuted[i] = auroc(values[wrong[held_out]], values[~wrong[held_out]])
-    tested = [text for text, held in zip(texts, held_out, strict=True) if held]
+    tested = [text for text, held in zip(given.texts, held_out, strict=True) if held]
     result = ProbeResult(tested, scores, labels[held_out], 0.0, permuted, seed)
     about = {
         "method": "logistic regression",
-        "examples": f"{len(texts)} texts, sha256 {digest}",
+        "examples": f"{len(given.texts)} texts, sha256 {given.digest}",
         **describe_tokens(positions, pool),
         "by": f"vllm-steer {__version__}",
     }
@@ -180,38 +169,14 @@ def check_probe(
             training, or the engine refuses one.
     """
     probe, metadata = read_probe(path, name)
-    digest, texts, labels, _ = distinct_texts(examples)
-    if metadata.provenance.get("examples", "").endswith(f"sha256 {digest}"):
-        raise SteeringError("examples", f"are those that {path} was trained on; give other texts")
-    if (fewest := min(labels.sum(), (~labels).sum())) < LEAST_HELD_OUT:
-        problem = f"have {fewest} texts of a class; give at least {LEAST_HELD_OUT} different texts of each class"
-        raise SteeringError("examples", problem)
+    given = read_unseen(examples, metadata.provenance)
     _check_model(llm, path, probe, metadata)
     weights: Any = probe.weights
     if isinstance(weights, HiddenLayer):
         weights = {**weights.arrays, "activation": weights.activation}
     positions, pool = described_tokens(metadata.provenance)
-    scores = read_scores(llm, texts, {"probe": weights, **probe.reading}, positions, pool, use_tqdm=use_tqdm)
-    return ProbeResult(texts, scores, labels, 0.5 if probe.sigmoid else 0.0, seed=seed)
-
-
-def distinct_texts(examples: Source | Examples) -> tuple[str, list[Text], Labels, npt.NDArray[np.int64]]:
-    """Return the digest of examples, their texts without repetitions, the labels, and the number of each text's pair.
-
-    Raises:
-        SteeringError: A text has both labels, or some texts are conversations and others are not.
-    """
-    read = read_examples(examples)
-    first: dict[str, int] = {}
-    for i, text in enumerate(read.texts):
-        kept = first.setdefault(json.dumps(text, sort_keys=True), i)
-        if read.labels[kept] != read.labels[i]:
-            problem = f"have the text {shown(text)} with both labels; remove it, or correct one"
-            raise SteeringError("examples", problem)
-    chosen = list(first.values())
-    if len({isinstance(read.texts[i][0], dict) for i in chosen}) > 1:
-        raise SteeringError("examples", "have conversations and other texts; use one of the two forms")
-    return read.digest, [read.texts[i] for i in chosen], read.labels[chosen], read.groups[chosen]
+    scores = read_scores(llm, given.texts, {"probe": weights, **probe.reading}, positions, pool, use_tqdm=use_tqdm)
+    return ProbeResult(given.texts, scores, given.labels, 0.5 if probe.sigmoid else 0.0, seed=seed)
 
 
 def read_probe(path: str | Path, name: str | None = None) -> tuple[Probe, ModuleMetadata]:
