@@ -122,6 +122,7 @@ def steered_engine(
         if llm is not None:
             # Here and not when the caller drops its reference, after the collections have become expensive again.
             llm.llm_engine.engine_core.shutdown()
+            vars(llm).clear()
         forget_engine(compiled=mode != "eager")
         resources.close()
 

@@ -29,11 +29,15 @@ def warm_processes() -> Iterator[None]:
 
 
 def close(llm: Any) -> None:
-    """Shut down an in-process engine, so that the next one can start in the same process."""
+    """Shut down an in-process engine, so that the next one can start in the same process.
+
+    Its callers' names for it refer to an empty object afterwards: what is alive when the objects are excluded from
+    collections is never freed.
+    """
     compiled = not llm.llm_engine.vllm_config.model_config.enforce_eager
     llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
+    vars(llm).clear()
+    gc.collect()  # frees the model; its embedding, which vLLM's table of layers refers to, goes with the next one
     forget_engine(compiled=compiled)
     exclude_existing_objects()  # among them the modules that the engine has loaded
 
