@@ -13,7 +13,7 @@ import frontier_page
 import msgspec
 from pages import RESULTS, load_result, table
 
-from vllm_steer.models.proofs import Proof, Record
+from vllm_steer.models.proofs import Proof
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.models.unsupported import UNSUPPORTED, UNSUPPORTED_ARCHITECTURES
 
@@ -35,7 +35,7 @@ HEAD = """# Architectures
 
 Status of every architecture in the registry of vLLM {vllm}, which has {names} names:
 
-* {proven} are proven (and {beyond} more that are not in the registry),
+* {proven} are proven (and {beyond} more that are not in this registry, {later} of them in that of a later version),
 * {wrapped} are steered by decoder layers that are proven in other models (multimodal wrappers),
 * {waiting}{refused} {are} refused when the engine starts,
 * {drafts} are drafters for speculative decoding, which are not steered; their target models are,
@@ -43,7 +43,7 @@ Status of every architecture in the registry of vLLM {vllm}, which has {names} n
 * {backend} are vLLM's Transformers backend: the decoder-layer class of the model decides whether it is steered.
 
 Measured on {date} with Transformers {transformers} by `make conformance`; architectures that run on GPUs only by
-`tests/gpu/test_architectures.py`.
+`tests/gpu/test_architectures.py`. The column *vLLM* names the version.
 
 Each model is the real architecture with four layers, at least one layer of each kind, and random weights. There are two kinds of proof:
 
@@ -125,7 +125,11 @@ def load() -> Results:
     gpu = json.loads(path.read_text()) if path.exists() else {"rows": []}
     tagged = [(row, cpu) for row in cpu["rows"]] + [(row, gpu) for row in gpu["rows"]]
     rows: dict[str, Row] = {}
-    every = [{"dtype": w["dtype"], **row} for row, w in tagged if "problem" not in row and "architecture" in row]
+    every = [
+        {"dtype": w["dtype"], "vllm": w["vllm"], **row}
+        for row, w in tagged
+        if "problem" not in row and "architecture" in row
+    ]
     for row in every:
         rows.setdefault(row["architecture"], row)
     layers = {layer for row, _ in tagged if "problem" not in row for layer in row.get("layers", ())}
@@ -133,15 +137,14 @@ def load() -> Results:
     return Results(cpu, rows, every, frozenset(layers), cpu["registry"])
 
 
-def record() -> Record:
-    """Return the record of proofs: per architecture the first row, and those with other layer classes."""
-    results = load()
+def record() -> list[Proof]:
+    """Return the proofs of the package: per architecture the first row, and those with other layer classes."""
     kept: list[Proof] = []
-    for proof in msgspec.convert(results.every, list[Proof]):
+    for proof in msgspec.convert(load().every, list[Proof]):
         seen = {layer for other in kept if other.architecture == proof.architecture for layer in other.layers}
         if not set(proof.layers) <= seen:
             kept.append(proof)
-    return Record(results.about["vllm"], tuple(sorted(kept, key=lambda proof: proof.architecture)))
+    return sorted(kept, key=lambda proof: proof.architecture)
 
 
 def _short(layer: str) -> str:
@@ -199,6 +202,7 @@ def page() -> str:
             names=len(found),
             proven=count[PROVEN],
             beyond=len(beyond),
+            later=sum(row["vllm"] != about["vllm"] for row in beyond),
             wrapped=count[WRAPPED],
             waiting=_waiting(count[OUTSTANDING]),
             refused=count[REFUSAL],
@@ -212,7 +216,17 @@ def page() -> str:
         )
         + "## Proven\n\n"
         + table(
-            ("architecture", "decoder layers", "family", "points", "proof", "capture error", "edit error", "dtype"),
+            (
+                "architecture",
+                "decoder layers",
+                "family",
+                "points",
+                "proof",
+                "vLLM",
+                "capture error",
+                "edit error",
+                "dtype",
+            ),
             proven,
         )
         + frontier_page.section()
@@ -241,10 +255,10 @@ def _waiting(outstanding: int) -> str:
 
 def _figures(row: Row | None, why: str) -> tuple[str, ...]:
     if row is None:
-        return ("", "", "", why, "", "", "")
+        return ("", "", "", why, "", "", "", "")
     return (
         ", ".join(f"`{layer}`" for layer in row["layers"]), row["recipe"], ", ".join(f"`{p}`" for p in (*row["points"], *row.get("branches", ()))),
-        why, f"{row['value']:.0e}", f"{row['cause']:.0e}", row["dtype"],
+        why, row["vllm"], f"{row['value']:.0e}", f"{row['cause']:.0e}", row["dtype"],
     )  # fmt: skip
 
 

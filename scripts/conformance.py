@@ -4,6 +4,7 @@
     python scripts/conformance.py                 all rows, in two processes
     python scripts/conformance.py llama zamba2    only these rows, merged into the existing results
 
+Rows that run on another vLLM than the results' (``PYTHONPATH=build/newest:.``) name its version.
 scripts/reference.py writes docs/reference/architectures.md from the results. The exit status is 1 if a row is not
 proven.
 """
@@ -40,23 +41,28 @@ def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all if no
     prepare_environment()
     from tests.conformance.inventory import inventory
     from tests.conformance.no_reference import NO_REFERENCE
+    from tests.conformance.selection import runs_here
     from tests.conformance.zoo import ZOO
 
-    known = [tiny.name for tiny in (*ZOO, *NO_REFERENCE) if not tiny.gpu_only]
-    chosen = names or known
-    if unknown := [name for name in chosen if name not in known]:
-        raise typer.BadParameter(f"no such rows for a CPU: {', '.join(unknown)}")
-    old = json.loads(OUT.read_text())["rows"] if names and OUT.exists() else []
-    by_name = {row["row"]: row for row in old if row["row"] in known}
-    found = []
-    registry = [asdict(entry) for entry in inventory()]
+    rows = [tiny for tiny in (*ZOO, *NO_REFERENCE) if not tiny.gpu_only]
+    here = [tiny.name for tiny in rows if runs_here(tiny)]
+    chosen = names or here
+    if unknown := [name for name in chosen if name not in here]:
+        raise typer.BadParameter(f"no such rows for a CPU and this vLLM: {', '.join(unknown)}")
+    results = json.loads(OUT.read_text()) if OUT.exists() else {"rows": []}
+    by_name = {row["row"]: row for row in results["rows"] if names or row["row"] not in here}
+    about = _about()
+    version = {"vllm": about["vllm"]} if names and about["vllm"] != results.get("vllm", about["vllm"]) else {}
+    if not version:
+        results |= {**about, "registry": [asdict(entry) for entry in inventory()]}
+    found: list[dict[str, Any]] = []
     parts = [chosen[start : start + TASK] for start in range(0, len(chosen), TASK)]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         for done in as_completed([pool.submit(_run, part) for part in parts]):
-            found += done.result()
+            found += [{**row, **version} for row in done.result()]
             by_name |= {row["row"]: row for row in found}
+            results["rows"] = [by_name[tiny.name] for tiny in rows if tiny.name in by_name]
             # Written after each task, so that a later crash loses nothing.
-            results = {**_about(), "rows": [by_name[name] for name in known if name in by_name], "registry": registry}
             OUT.write_text(json.dumps(results, indent=1) + "\n")
     failed = [row for row in found if "problem" in row]
     print(f"{len(found) - len(failed)} rows proven, {len(failed)} not")

@@ -392,9 +392,8 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def proofs() -> str:
     """The file from which ``vllm-steer doctor`` names the proof of a model, a row on a line."""
-    record = architectures.record()
-    rows = ",\n".join("  " + msgspec.json.encode(row).decode() for row in record.rows)
-    return f'{{"vllm": {json.dumps(record.vllm)}, "rows": [\n{rows}\n]}}\n'
+    rows = ",\n".join(" " + msgspec.json.encode(row).decode() for row in architectures.record())
+    return f"[\n{rows}\n]\n"
 
 
 def main() -> None:

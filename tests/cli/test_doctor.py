@@ -289,8 +289,8 @@ def test_table_sizes_match_an_engine(tmp_path: Path) -> None:
 
 def test_prefers_proofs_of_the_same_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches another model's proof shown for a model with its own, and a missing proof of its layer class."""
-    rows = tuple(Proof(name, ("LlamaDecoderLayer",), "HF Transformers", 1e-6, 2e-6) for name in ("A", "B"))
-    monkeypatch.setattr(proofs, "all_proofs", lambda: ("0.32.0", rows))
+    rows = tuple(Proof(name, ("LlamaDecoderLayer",), "0.33.0", "HF Transformers", 1e-6, 2e-6) for name in ("A", "B"))
+    monkeypatch.setattr(proofs, "all_proofs", lambda: rows)
     names = ["vllm.model_executor.models.llama.LlamaDecoderLayer"]
     assert [proof.architecture for proof in proofs_of("B", names)] == ["B"]
     assert [proof.architecture for proof in proofs_of("C", names)] == ["A", "B"]
@@ -298,7 +298,7 @@ def test_prefers_proofs_of_the_same_architecture(monkeypatch: pytest.MonkeyPatch
     facts = {"vllm": "0.32.0", "architecture": "B", "recipes": [
         {"layer": names[0], "stream": "pair", "mid": "norm", "layers": [0]}]}  # fmt: skip
     (proof,) = make_report(facts, SteeringConfig()).proofs
-    assert (proof.kind, proof.value_error, proof.cause_error) == ("HF Transformers", 1e-6, 2e-6)
+    assert (proof.vllm, proof.kind, proof.value_error, proof.cause_error) == ("0.33.0", "HF Transformers", 1e-6, 2e-6)
 
 
 @pytest.mark.usefixtures("known")
@@ -308,7 +308,8 @@ def test_prints_the_kind_of_proof(report: CapabilityReport) -> None:
     assert (proof.architecture, proof.kind, proof.dtype) == ("CohereForCausalLM", "HF Transformers", "float32")
     assert 0 < (proof.value_error or 0) < 1e-4
     assert 0 < (proof.cause_error or 0) < 1e-4
-    assert "proof: HF Transformers on CohereForCausalLM (rows within " in invoke("demo/model").stdout
+    assert "proof: HF Transformers on CohereForCausalLM (rows within " in (shown := invoke("demo/model").stdout)
+    assert ", float32, vLLM 0.32.0)" in shown
 
 
 def test_prints_no_proof_for_an_unknown_layer_class(capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,7 +323,7 @@ def test_prints_no_proof_for_an_unknown_layer_class(capsys: pytest.CaptureFixtur
 
 def test_every_proven_layer_class_has_a_proof() -> None:
     """Catches a class listed as proven that has no proof record."""
-    rows = {layer for row in proofs.all_proofs()[1] for layer in row.layers}
+    rows = {layer for row in proofs.all_proofs() for layer in row.layers}
     short = {name.rpartition(".")[2]: name for name in PROVEN}
     inherited = {name.rpartition(".")[2] for name, recipe in RECIPES.items() if recipe.inherits}
     assert sorted(set(short) - rows - inherited) == []

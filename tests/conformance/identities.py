@@ -32,7 +32,10 @@ from tests.conformance.model import LAYERS, TinyModel
 
 BRANCHES = "self_attn|attn|attention|self_attention|mixer|mamba|linear_attn|short_conv"
 """Usual names of the attention branch in vLLM's layers, for rows that do not name it."""
-MLPS = ("mlp", "feed_forward", "ffn", "fc1", "block_sparse_moe", "moe", "share_expert", "shared_mlp", "third_sub_layer")
+MLPS = (
+    "mlp", "feed_forward", "feedforward", "ffn", "fc1", "block_sparse_moe", "moe", "share_expert", "shared_mlp",
+    "third_sub_layer",
+)  # fmt: skip
 """Names of the submodules that compute the MLP branch in vLLM's layers; a layer may have several."""
 SHARED = "meta_mlp"
 """Name of the list of MLPs, one per layer here, that are not part of the layers."""

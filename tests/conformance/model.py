@@ -106,13 +106,14 @@ class TinyModel:
     numbers ``mlp_blocks``, only an MLP. ``attention`` names HF's attention implementation if its default is another.
     ``as_in_vllm`` names what vLLM computes differently from HF; the reference follows vLLM there (``hf_reference.py``).
 
-    vLLM: ``architecture`` is its name if it is not the HF class's, ``model_class`` the class of another platform than
-    this one (``module:name``; ``stand_ins.py`` replaces its mixers), ``engine`` holds engine settings for this row, and
-    ``branch_in_vllm`` names its attention branch. ``no_parity`` is the reason why a model that HF has is proven inside
-    vLLM instead. ``gpu_only``: its kernels do not exist on a CPU. ``pass_argument`` is the argument of a layer's
-    ``forward`` that tells the runs of a layer apart, in models that run their layers several times. ``cross`` names the
-    attention to an encoder between attention and MLP. ``gaps`` are the layers that do not read what the layer before
-    them leaves, ``forks`` those in front of which the stream is copied for a later layer.
+    vLLM: ``since`` is the first version with the layer class, if not all have it, ``architecture`` its name if it is
+    not the HF class's, ``model_class`` the class of another platform than this one (``module:name``; ``stand_ins.py``
+    replaces its mixers), ``engine`` holds engine settings for this row, and ``branch_in_vllm`` names its attention
+    branch. ``no_parity`` is the reason why a model that HF has is proven inside vLLM instead. ``gpu_only``: its kernels
+    do not exist on a CPU. ``pass_argument`` is the argument of a layer's ``forward`` that tells the runs of a layer
+    apart, in models that run their layers several times. ``cross`` names the attention to an encoder between attention
+    and MLP. ``gaps`` are the layers that do not read what the layer before them leaves, ``forks`` those in front of
+    which the stream is copied for a later layer.
     """
 
     name: str
@@ -134,6 +135,7 @@ class TinyModel:
     as_in_vllm: str | None = None
     no_parity: str | None = None
     dtype: str = "float32"
+    since: str = ""
     branch_in_vllm: str | None = None
     gpu_only: bool = False
     pass_argument: str | None = None

@@ -27,6 +27,7 @@ from tests.conformance.model import (
 )  # fmt: skip
 from tests.conformance.ngrams import COMPRESSED, save_tokenizer
 from tests.conformance.no_reference_wrappers import NO_REFERENCE_WRAPPERS
+from tests.conformance.shapes import TEXT_ONLY
 
 PLAIN: Final[dict[str, Any]] = {
     "vocab_size": VOCAB,
@@ -107,7 +108,7 @@ _NO_FFN: Final = {"ffn": {"no_op": True}}
 
 _HYPER: Final[dict[str, Any]] = {
     **_DEEPSEEK, "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 5, "index_topk": 8, "num_hash_layers": 0,
-    "moe_intermediate_size": 64, "head_dim": 32, "swiglu_limit": None,
+    "moe_intermediate_size": 64, "head_dim": 32, "swiglu_limit": 10.0,
 }  # fmt: skip
 _ENGRAM: Final[dict[str, Any]] = {
     "engram_layer_ids": [1, 3], "engram_num_embeddings": [1000, 1000], "engram_max_ngram_size": 4, "engram_n_heads": 2,
@@ -163,6 +164,9 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
          block_configs=[{**_ATTENTION, **_FFN}, {**_ATTENTION, **_NO_FFN}, {**_NO_ATTENTION, **_FFN},
                         {**_ATTENTION, **_FFN}]),
     _row("DeepseekForCausalLM", "deepseek", "DeepseekV2DecoderLayer", **_DEEPSEEK),
+    _row("DomynEdgeForCausalLM", "domyn_edge", "DomynEdgeDecoderLayer", since="0.33.0",
+         branch_in_vllm="post_attention_norm", head_dim=32, per_layer_config={"2": {"head_dim": 64}},
+         position_layers=["rope", "nope"] * (LAYERS // 2), window_sizes=[[8, 0], [-1, 0]] * (LAYERS // 2)),
     _row("ExaoneForCausalLM", "exaone", "ExaoneDecoderLayer", activation_function="silu", layer_norm_epsilon=1e-5),
     _row("InternLM2ForCausalLM", "internlm2", "InternLMDecoderLayer"),
     _row("K2HorizonForCausalLM", "k2_horizon", "K2HorizonDecoderLayer", **{**_MOE, "head_dim": 32}, rope_head_dim=32,
@@ -240,6 +244,11 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
          name="nemotron_parse", cross="encoder_attn", engine=_NO_PROFILE, is_encoder_decoder=True,
          image_size=[64, 64], encoder={"patch_size": 16}, decoder={**PLAIN, **_SPEECH, "scale_embedding": True},
          model_class="vllm.model_executor.models.nemotron_parse:NemotronParseForConditionalGeneration"),
+    _row("RadioMBartPrefixForCausalLM", "nemotron_parse", "MBartDecoderLayer", "UNFUSED", name="nemotron_parse3_5",
+         since="0.33.0", engine=TEXT_ONLY, navit_packing=True, image_size=[64, 64], encoder={"patch_size": 16},
+         decoder={**PLAIN, **_SPEECH, "scale_embedding": True, "is_encoder_decoder": False, "num_hidden_layers": 2,
+                  "add_cross_attention": False, "causal_vision_prefix": True},
+         model_class="vllm.model_executor.models.nemotron_parse3_5:RadioMBartPrefixForCausalLM"),
     # The classes for NVIDIA's GPUs; on a CPU, vLLM runs DeepSeek V2's.
     _row("DeepseekV32ForCausalLM", "deepseek_v32", "DeepseekV32DecoderLayer", name="deepseek_v32",
          model_class="vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM", **_DEEPSEEK_MLA, **_SPARSE),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Part of the architectures that a test run proves: a sixth, another one for every commit.
 
-``CONFORMANCE=all`` proves all of them, ``CONFORMANCE_PART`` selects a part. A row's part follows from its name, so it
+``CONFORMANCE=all`` proves all of them, ``newest`` the layer classes that the installed vLLM alone has
+(``selection.py``), and ``CONFORMANCE_PART`` selects a part. A row's part follows from its name, so it
 does not change when rows are added.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 EVERYTHING: Final = os.environ.get("CONFORMANCE") == "all"
+NEWEST: Final = os.environ.get("CONFORMANCE") == "newest"
 PARTS: Final = 8
 
 
@@ -43,4 +45,6 @@ def describe() -> str:
     """Return one sentence about the part, for the summary of a test run."""
     if EVERYTHING:
         return "conformance: all architectures"
+    if NEWEST:
+        return "conformance: layer classes that no other version of vLLM has"
     return f"conformance: part {current_part() + 1} of {PARTS} of the architectures; CONFORMANCE=all proves all"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance import shard
-from tests.conformance.selection import FAMILIES, HAVE_IDENTITIES, HAVE_PARITY, choose
+from tests.conformance.selection import FAMILIES, HAVE_IDENTITIES, HAVE_PARITY, choose, runs_here
 from tests.conformance.shard import PARTS, part_of
 
 
@@ -14,7 +14,7 @@ def test_parts_cover_all_rows() -> None:
     """Catches a row that no part proves, and a family that a part omits."""
     rows = [*HAVE_PARITY, *HAVE_IDENTITIES]
     parts = [{tiny.name for tiny in choose(rows, lambda name, n=n: part_of(name) == n)} for n in range(PARTS)]
-    assert set().union(*parts) == {tiny.name for tiny in rows if not tiny.gpu_only}
+    assert set().union(*parts) == {tiny.name for tiny in rows if runs_here(tiny)}
     for found in parts:
         assert found >= set(FAMILIES)
         assert len(found) < len(rows) / 2

@@ -6,8 +6,8 @@ One row for each new way in which taps are installed, and one for each family of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from tests.conformance import identities, ngrams, proof
 from tests.conformance.model import TinyModel
 from tests.conformance.proof import prove_by_identities
 from tests.conformance.reference_process import ReferenceProcess
-from tests.conformance.selection import HAVE_IDENTITIES
-from tests.conformance.shard import EVERYTHING, selected
+from tests.conformance.selection import HAVE_IDENTITIES, is_changed, runs_here
+from tests.conformance.shard import EVERYTHING, NEWEST, selected
 from tests.conformance.test_wrong_taps import _half_pair_layer, _half_pair_mid, _half_parallel
 from tests.conformance.ways import Way, ways
 from tests.wrong_taps import late_layer, late_mid
-from vllm_steer.models import convolved, install, streams
+from vllm_steer.models import convolved, discovery, install, streams
+from vllm_steer.models.recipes import RECIPES
 from vllm_steer.models.reduced_norm import TappedNorm
+from vllm_steer.models.vllm_recipes import MODULES
 
 ROWS = {tiny.name: tiny for tiny in HAVE_IDENTITIES}
 
@@ -179,7 +181,7 @@ class Wrong:
 
     row: str
     how: str
-    replaced: tuple[tuple[Any, str, Callable[..., Any]], ...]
+    replaced: tuple[tuple[Any, str, Any], ...]
     spoiled: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -204,14 +206,21 @@ def _half(row: str) -> Wrong:
     return Wrong(row, "half", replaced, ("x_in", "x_mid"))
 
 
+def _recipe(row: str, layer: str, spoiled: tuple[str, ...], **fields: Any) -> Wrong:
+    """Return a control that installs the taps by another recipe."""
+    wrong = {**RECIPES, MODULES + layer: replace(RECIPES[MODULES + layer], **fields)}
+    return Wrong(row, "recipe", ((discovery, "RECIPES", wrong),), spoiled)
+
+
 _PAIRS = (
     "decilm", "molmo", "molmo2", "interns1_pro", "ernie4_5_vl_moe", "solar", "bailing_moe_v3", "kimi_linear",
-    "panguultramoe", "interns2_mobius",
+    "panguultramoe", "interns2_mobius", "domynedge",
 )  # fmt: skip
+_FIRST_NORMS = "input_layernorm|pre_attention_norm"
 _NO_OPS = "input_layernorm|post_attention_layernorm"
 """Submodules that read the stream first, in blocks that may lack their attention."""
 ALL = (
-    *(_late(row, "pair") for row in _PAIRS),
+    *(_late(row, "pair", _FIRST_NORMS) for row in _PAIRS),
     *(_half(row) for row in _PAIRS),
     _late("decilm_no_ops", "pair", _NO_OPS),
     _half("decilm_no_ops"),
@@ -223,6 +232,14 @@ ALL = (
     _late("molmo2_after", "single", "self_attn"),
     _late("cohere_asr", "single", "layer_norm_1"),
     _late("nemotron_parse", "single", "self_attn_layer_norm"),
+    _late("nemotron_parse3_5", "single", "self_attn_layer_norm"),
+    _recipe(
+        "nemotron_parse3_5",
+        "nemotron_parse3_5.MBartDecoderLayer",
+        ("x_mid", "post_attn"),
+        post_attn="self_attn_layer_norm",
+    ),
+    _recipe("domynedge", "domyn_edge.DomynEdgeDecoderLayer", ("x_in", "x_mid"), shape="single"),
     _late("whisper", "single", "self_attn_layer_norm"),
     _late("hrmtext_stacks", "single"),
     Wrong("moondream3", "late", ((install, "_single_layer", late_layer("single", "ln")),), ("pre_attn",)),
@@ -260,7 +277,16 @@ ALL = (
     Wrong("inkling", "late", ((convolved, "_edit_and_norm", _late_sum),), ("pre_attn", "post_attn")),
 )
 IN_EVERY_RUN = ("deepseek_v32-late",)
-CHOSEN = [wrong for wrong in ALL if EVERYTHING or str(wrong) in IN_EVERY_RUN or selected(str(wrong))]
+
+
+def _chosen(wrong: Wrong) -> bool:
+    row = ROWS[wrong.row]
+    if NEWEST:
+        return runs_here(row) and is_changed(row)
+    return runs_here(row) and (EVERYTHING or str(wrong) in IN_EVERY_RUN or selected(str(wrong)))
+
+
+CHOSEN = [wrong for wrong in ALL if _chosen(wrong)]
 
 
 @pytest.mark.parametrize("wrong", CHOSEN, ids=str)
@@ -296,7 +322,7 @@ def test_every_way_of_installing_has_a_control() -> None:
 
 def test_a_new_way_of_installing_needs_a_control() -> None:
     """Catches a coverage that any row satisfies: without its own controls each of these rows lacks one."""
-    alone = ("kimi_linear", "cosmos3_edge", "deepseek_v4_cpu", "qwen4_exp", "interns2_mobius", "zamba2", "orion")
+    alone = ("kimi_linear", "cosmos3_edge", "deepseek_v4_cpu", "qwen4_exp", "interns2_mobius", "zamba2")
     for row in alone:
         assert row in _uncovered(HAVE_IDENTITIES, [wrong for wrong in ALL if wrong.row != row])
     for removed, rows in (

@@ -46,10 +46,10 @@ class Way:
 
 def ways(tiny: TinyModel, recipes: Mapping[str, Recipe] = RECIPES) -> set[Way]:
     """Return the ways of a row's layer classes; raise KeyError for a class without a recipe."""
-    return {_way(tiny, _recipe(tiny, layer, recipes.values())) for layer in tiny.layers}
+    return {_way(tiny, recipe_of(tiny, layer, recipes.values())) for layer in tiny.layers}
 
 
-def _recipe(tiny: TinyModel, layer: str, recipes: Iterable[Recipe]) -> Recipe:
+def recipe_of(tiny: TinyModel, layer: str, recipes: Iterable[Recipe]) -> Recipe:
     """Return the recipe of a class by its short name, which classes of other platforms and of Transformers share."""
     found = [recipe for recipe in recipes if recipe.layer_class.rpartition(".")[2] == layer]
     if not found:

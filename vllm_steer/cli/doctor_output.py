@@ -104,5 +104,5 @@ def _proofs_text(report: CapabilityReport) -> str:
 
 def _proof_text(proof: ProofReport) -> str:
     errors = [("rows", proof.value_error), ("log-probabilities", proof.cause_error)]
-    within = ", ".join(f"{what} within {error:.1e}" for what, error in errors if error is not None)
-    return f"{proof.kind} on {proof.architecture}" + (f" ({within}, {proof.dtype})" if within else "")
+    figures = [f"{what} within {error:.1e}" for what, error in errors if error is not None]
+    return f"{proof.kind} on {proof.architecture} ({', '.join([*figures, proof.dtype, f'vLLM {proof.vllm}'])})"

@@ -64,6 +64,8 @@ class ProofReport(_Report):
     """A conformance test result for this architecture or its layer class."""
 
     architecture: str
+    vllm: str
+    """Version of vLLM that ran it."""
     kind: str
     value_error: float | None
     cause_error: float | None
@@ -222,7 +224,12 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         unproven=list(facts.get("unproven", [])),
         proofs=[
             ProofReport(
-                architecture=p.architecture, kind=p.proof, value_error=p.value, cause_error=p.cause, dtype=p.dtype
+                architecture=p.architecture,
+                vllm=p.vllm,
+                kind=p.proof,
+                value_error=p.value,
+                cause_error=p.cause,
+                dtype=p.dtype,
             )
             for p in proofs
         ],

@@ -227,11 +227,7 @@ def _find_runs(
         recipe = recipe_of(module, allow_unproven)
         if recipe is not None and recipe.runs is not None:
             return recipe.runs(root, config)
-        if recipe is not None and recipe.cross_attention:
-            # The configuration counts the layers of the encoder.
-            lists = [each for each in root.modules() if isinstance(each, nn.ModuleList) and module in set(each)]
-            return [(layer, 0) for layer in lists[0]]
-    return [(layer, 0) for layer in _find_layers(model, layer_count(config), allow_unproven, refuse)]
+    return [(layer, 0) for layer in _find_layers(model, run_count(config), allow_unproven, refuse)]
 
 
 def _find_layers(

@@ -18,6 +18,8 @@ class Proof(msgspec.Struct, frozen=True):
     architecture: str
     layers: tuple[str, ...]
     """Names of its layer classes."""
+    vllm: str
+    """Version of vLLM that ran the proof."""
     proof: str
     """Kind of evidence."""
     value: float | None = None
@@ -27,31 +29,19 @@ class Proof(msgspec.Struct, frozen=True):
     dtype: str = "float32"
 
 
-class Record(msgspec.Struct, frozen=True):
-    """Contents of the file."""
-
-    vllm: str
-    """Version of vLLM that the proofs are about."""
-    rows: tuple[Proof, ...]
-
-
 @cache
-def all_proofs() -> tuple[str | None, tuple[Proof, ...]]:
-    """Return the vLLM version of the record and its proofs; ``(None, ())`` without a record."""
-    path = files(__package__) / FILE
-    if not path.is_file():
-        return None, ()
-    record = msgspec.json.decode(path.read_bytes(), type=Record)
-    return record.vllm, record.rows
+def all_proofs() -> tuple[Proof, ...]:
+    """Return the recorded proofs."""
+    return msgspec.json.decode((files(__package__) / FILE).read_bytes(), type=tuple[Proof, ...])
 
 
 def proofs_of(architecture: str | None, layer_classes: Iterable[str]) -> list[Proof]:
     """Return the proofs of an architecture or, if it has none, of its layer classes in other architectures."""
     names = {name.rpartition(".")[2] for name in layer_classes}
-    same_layers = [row for row in all_proofs()[1] if names & set(row.layers)]
+    same_layers = [row for row in all_proofs() if names & set(row.layers)]
     return [row for row in same_layers if row.architecture == architecture] or same_layers
 
 
 def own_proofs(architecture: str | None) -> list[Proof]:
     """Return the proofs of an architecture whose layer classes are unknown."""
-    return [row for row in all_proofs()[1] if row.architecture == architecture]
+    return [row for row in all_proofs() if row.architecture == architecture]

@@ -20,7 +20,6 @@ _OTHER_KERNELS: Final = (
 
 _OTHERS: Final = ("amd", "xpu")
 
-_NEW: Final = "it is new in vLLM 0.33, and no proof of its hook points has run"
 _FUSED: Final = (
     "its additions to the residual stream are parts of kernels, for which no proof of its hook points has run"
 )
@@ -40,10 +39,8 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     "vllm.models.muse_spark.amd.model.MuseSpark1xDecoderLayer": _FUSED,
     "vllm.models.muse_spark.nvidia.model.MuseSpark1xDecoderLayer": _FUSED,
     "vllm.models.muse_spark.common.dspark.MuseSparkDSparkDecoderLayer": _DRAFT,
-    "vllm.models.step5.nvidia.model.Step5DecoderLayer": _NEW,
-    MODULES + "domyn_edge.DomynEdgeDecoderLayer": _NEW,
+    "vllm.models.step5.nvidia.model.Step5DecoderLayer": "it is new in vLLM 0.33, and its hook points are not proven",
     MODULES + "dory.DoryDecoderLayer": _SPHERE,
-    MODULES + "nemotron_parse3_5.MBartDecoderLayer": _NEW,
     **{
         f"vllm.models.{family}.{platform}.model.{layer}": _OTHER_KERNELS
         for family, layer in (
