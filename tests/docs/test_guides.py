@@ -146,6 +146,7 @@ def test_lab_guide_runs() -> None:
     made, studied = "sorted(directions)[::13], directions[12].auroc > 0.8", "len(result.choice), len(result.held_out)"
     written = "result.verdict in open('dose.html').read(), str(expression)"
     stored = "found.stored, found.rows == len(dataset), captures[3].tag, seen == 3 * len(dataset)"
-    shown = run_python(offline_blocks(LAB), f"[{made}, {studied}, {written}, {stored}]")
+    trained = "trained.result.better_than_chance, checked.better_than_chance, len(output.readouts['praise'].values)"
+    shown = run_python(offline_blocks(LAB), f"[{made}, {studied}, {written}, {stored}, {trained}]")
     assert shown[:6] == [[6, 19], True, 2, 2 * (2 + 4 + 5), True, "0.2 happy@first:20 + 0.5 ablate happy@after:20"]
-    assert shown[6:] == [16, True, "negative", True]
+    assert shown[6:] == [16, True, "negative", True, True, True, 15]

@@ -94,10 +94,14 @@ def test_the_engine_serves_the_checked_scores(
     assert checked.auroc > 0.95 and checked.better_than_chance and checked.controls is None
     llm.steering.register_file("planted", saved)
     readout = {"probe": "planted/probe", "positions": [[1, None]]}
-    params = SamplingParams(max_tokens=1, temperature=0, readouts={"lie": readout})
+    params = SamplingParams(
+        max_tokens=1, temperature=0, readouts={"lie": readout, "odds": {**readout, "sigmoid": True}}
+    )
     outputs = llm.generate([each["text"] for each in others], params, use_tqdm=False)
     served = [float(output.outputs[0].readouts["lie"].values.mean()) for output in outputs]
     np.testing.assert_allclose(checked.scores, served, atol=1e-4)
+    values = outputs[0].outputs[0].readouts
+    np.testing.assert_allclose(values["odds"].values, 1 / (1 + np.exp(-values["lie"].values)), atol=1e-5)
     right = [rows[TEXTS.index(each["text"])] @ trained.weights + trained.bias for each in others]
     np.testing.assert_allclose(checked.scores, right, atol=1e-3)
     held = trained.result
