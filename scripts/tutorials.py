@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the tutorials, and write what they print, their pictures and their notebooks.
 
-    python scripts/tutorials.py                 run all tutorials
+    python scripts/tutorials.py [NAME...]       run all tutorials, or some
     python scripts/tutorials.py --notebooks     write only the notebooks, from the pages
 
 A page of ``docs/tutorials`` is the one source of its tutorial. Its Python blocks run in order in one namespace, with
@@ -30,7 +30,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, ASSETS = ROOT / "docs" / "tutorials", ROOT / "docs" / "assets"
-PAGES = ("which-layer-knows", "monitor", "tone", "ten-thousand-rows", "autoencoder")
+PAGES = ("which-layer-knows", "monitor", "tone", "thousands-of-rows", "autoencoder")
 """In the order in which they run: a later one may read files of an earlier one."""
 PUBLISHED, LOCAL = "HuggingFaceTB/SmolLM2-135M-Instruct", ROOT / ".models" / "SmolLM2-135M-Instruct"
 SERVER = "http://localhost:8000"
@@ -200,6 +200,8 @@ def read_pages() -> dict[str, str]:
 
 def main() -> None:
     pages = read_pages()
+    if named := [name for name in pages if name in sys.argv]:
+        pages = {name: pages[name] for name in named}
     if "--notebooks" not in sys.argv:
         sys.path.insert(0, str(ROOT))
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
