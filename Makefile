@@ -15,6 +15,7 @@ FAST := tests/demo tests/metrics tests/models tests/program tests/registry tests
 # Tests of what uses vLLM, for a version without a CPU build. Two compare records of proofs, which are those of the CPU build.
 NEWEST := tests/compat tests/plugin tests/frontend tests/models tests/server/http tests/server/test_batch.py \
 	$(patsubst %,tests/engine/test_%.py,admission cache cache_keys capture gates mixing overflow replace) \
+	$(patsubst %,tests/conformance/test_%.py,identities parity wrong_identities) \
 	--deselect tests/models/test_digests.py::test_table_matches_the_installed_packages \
 	--deselect tests/models/test_recipes.py::test_every_registered_architecture_has_a_status
 
@@ -44,7 +45,7 @@ test-fast: setup  ## run the tests that start no engine
 
 test-newest: setup  ## run tests on the Python code of the newest vLLM over the kernels of the CPU build
 	@$(HERE) $(PYTHON_HERE) scripts/overlay.py
-	@PYTHONPATH=build/newest:. $(PYTEST) -m "not gpu and not slow" $(IN_PARALLEL) $(NEWEST) $(ARGS)
+	@CONFORMANCE=newest PYTHONPATH=build/newest:. $(PYTEST) -m "not gpu and not slow" $(IN_PARALLEL) $(NEWEST) $(ARGS)
 
 test-all: model  ## run the tests and prove every architecture
 	@CONFORMANCE=all $(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)

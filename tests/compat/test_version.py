@@ -38,10 +38,12 @@ def config(**changes: Any) -> Any:
         speculative_config=N(enable_adaptive_verification=False),
         kv_transfer_config=None,
         kernel_config=N(),
+        additional_config={},
     )
     for name, value in changes.items():
         part, field = name.split("__")
-        setattr(getattr(made, f"{part}_config"), field, value)
+        owner = getattr(made, f"{part}_config")
+        (owner if isinstance(owner, dict) else vars(owner))[field] = value
     return made
 
 
@@ -60,6 +62,7 @@ def config(**changes: Any) -> Any:
         ({"parallel__enable_elastic_ep": True}, "enable-elastic-ep"),
         ({"model__is_diffusion": True}, "diffusion"),
         ({"kernel__monokernel": True}, "monokernel"),
+        ({"additional__decode_backend": "latency_specialized"}, "decode_backend"),
         ({"speculative__enable_adaptive_verification": True}, "adaptive_verification"),
     ],
 )

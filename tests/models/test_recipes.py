@@ -198,10 +198,14 @@ def norms_behind_branches(name: str) -> set[str]:
         for call in calls
         if id(call) not in skipped
         and "norm" in ast.unparse(call.func)
-        and [ast.unparse(each) for each in call.args] == ["hidden_states"]
+        and [isinstance(each, ast.Call) or ast.unparse(each) == "hidden_states" for each in call.args] == [True]
     ]
-    mlps = [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("mlp", "feed_forward")]
-    return {"mlp_out" if mlps and call.lineno > min(mlps) else "attn_out" for call in norms}
+    mlps = [
+        call.lineno
+        for call in calls
+        if ast.unparse(call.func).rpartition(".")[2] in ("mlp", "feed_forward", "feedforward")
+    ]
+    return {"mlp_out" if mlps and call.lineno >= min(mlps) else "attn_out" for call in norms}
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         "one kernel runs whole layers, so no value can be edited or captured between them; omit it",
     ),
     Conflict(
+        "--additional-config with decode_backend",
+        # Kimi K3 and DeepSeek V4.1 in 0.33.
+        lambda c: c.additional_config.get("decode_backend", "auto") != "auto",
+        "kernels that do not call the layers decode, so edits and captures of generated tokens would be lost; omit it",
+    ),
+    Conflict(
         "a diffusion language model",
         lambda c: bool(c.model_config.is_diffusion),
         "its tokens are not generated in order; start it without --enable-steering",
