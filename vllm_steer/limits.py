@@ -241,6 +241,8 @@ KEY_LIMITS: Mapping[str, ServerLimit] = MappingProxyType(
 """Limits that an API key may have its own value of, by their names in the key file."""
 
 MAX_EDITS = 4096
+MAX_EXPRESSION_CHARS = 4096
+MAX_EXPRESSION_EDITS = 256
 MAX_LAYERS = 4096
 MAX_WIDTH = 65536
 MAX_SELECTOR_ITEMS = 65536

@@ -17,7 +17,7 @@ from vllm_steer import Edit, SamplingParams, SteeringError
 from vllm_steer.cli import lab as commands
 from vllm_steer.cli.main import app
 from vllm_steer.lab import DoseResult, ProbeScore, dose, dose_study, make
-from vllm_steer.lab.directions import Direction, Directions
+from vllm_steer.registry.directions import Direction, Directions
 
 RANDOM = np.random.default_rng(8)
 PROMPTS = [RANDOM.integers(0, VOCAB, 6).tolist() for _ in range(8)]

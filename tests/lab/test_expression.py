@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.lab import Expression
-from vllm_steer.lab.directions import Direction, Directions
-from vllm_steer.lab.expression import Term
+from vllm_steer.registry.directions import Direction, Directions
+from vllm_steer.registry.expression import Term
 
 TEXT = "0.7 calm@answer - 0.3 formal + ablate refusal when suspicion > 0.5"
 UNIT = np.eye(4, dtype=np.float32)
@@ -68,6 +68,7 @@ def test_every_expression_prints_back_to_itself(terms: list[Term]) -> None:
         ("calm@first", "has @first; a number is for"),
         ("2 ablate calm", "ablates 2 of calm; the share is above 0 and at most 1"),
         ("calm - ablate formal", "ablates -1 of formal"),
+        ("calm + " * 600, "has 4200 characters; at most 4096 are read"),
     ],
 )
 def test_other_texts_are_refused(text: str, problem: str) -> None:
@@ -94,5 +95,11 @@ def test_edits_of_an_expression(tmp_path: Path) -> None:
     assert [edit.tokens.to_wire() for edit in first] == [{"generated": [[0, 20]]}, {"generated": [[20, None]]}]
     with pytest.raises(SteeringError, match="names calm, which is not among the vectors: formal"):
         Expression.parse("calm").edits({"formal": directions(1)})
+    with pytest.raises(SteeringError, match="means 257 edits, one for each term and layer; at most 256"):
+        Expression.parse("calm" + " + calm" * 256).edits({"calm": directions(1)})
+    unknown = Directions({1: Direction("post_block", 1, UNIT[1], float("nan"))}, "m", "mean", {})
+    with pytest.raises(SteeringError, match="gives a dose of calm, which does not tell the length of the stream at"):
+        Expression.parse("calm").edits({"calm": unknown})
+    assert Expression.parse("ablate calm").edits({"calm": unknown})
     with pytest.raises(SteeringError, match="tokens: 'answers' is not"):
         Expression.parse("calm@answers").edits({"calm": directions(1)})

@@ -11,10 +11,10 @@ import pytest
 
 from vllm_steer import SteeringError
 from vllm_steer.lab.activations import Activations
-from vllm_steer.lab.directions import Direction, Directions
 from vllm_steer.lab.examples import Examples, read_examples
 from vllm_steer.lab.methods import Method, directions_of, fit, logistic
 from vllm_steer.lab.statistics import auroc, folds
+from vllm_steer.registry.directions import Direction, Directions
 from vllm_steer.registry.vector_files import read_vector_file
 
 HIDDEN = 24

@@ -18,9 +18,9 @@ from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.cli import probe as commands
 from vllm_steer.cli.main import app
 from vllm_steer.lab import TrainedProbe, check_probe, train_probe
-from vllm_steer.lab.directions import save_module
 from vllm_steer.lab.probe_result import ProbeResult
 from vllm_steer.lab.probe_texts import distinct_texts
+from vllm_steer.registry.directions import save_module
 from vllm_steer.registry.vector_files import read_vector_file
 
 LAYER = 2

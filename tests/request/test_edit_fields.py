@@ -237,9 +237,13 @@ class TestSteering:
         (parsed,) = parse_fields({"steering": [json.loads(json.dumps(item))]})
         assert parsed == edit(kind="clamp", layers=(1, 2), strength=0.5, tokens=[[0, None]], high=1.0)
 
-    @pytest.mark.parametrize("value", [{}, EDIT, "x", 1, True, {1}, np.array(V)], ids=str)
+    @pytest.mark.parametrize("value", [{}, EDIT, 1, True, {1}, np.array(V)], ids=str)
     def test_not_a_list(self, value):
         assert_refused({"steering": value}, "steering", "list of edits")
+
+    def test_an_expression(self):
+        """Catches a text that is iterated, and an error that hides what to do offline."""
+        assert_refused({"steering": "0.7 calm"}, "steering", "pass Expression.parse(text).edits(vectors)")
 
     @pytest.mark.parametrize("value", [[], ()])
     def test_empty(self, value):

@@ -107,3 +107,45 @@ def test_rows_of_a_module(client: httpx.Client) -> None:
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == "steering[0].vector.module"
     client.delete("/v1/steering/modules/rows").raise_for_status()
+
+
+def test_an_expression_over_modules(client: httpx.Client) -> None:
+    """Catches a dose taken for a strength, terms of other tokens or layers, and names that are not modules."""
+    draw = np.random.default_rng(4).standard_normal
+    calm, formal = (draw(HIDDEN).astype("f4") for _ in range(2))
+    layer = LAYERS - 1
+    about = {"provenance": {"stream": f'{{"1": 6.0, "{layer}": 8.0}}'}}
+    base = {"post_block": {"1": pack_vector(calm), str(layer): pack_vector(formal)}}
+    for name, body in {"calm": {"base": base, **about}, "raw": {"base": base}}.items():
+        assert client.post("/v1/steering/modules", json={"name": name, **body}).status_code == 200
+    try:
+        add = [
+            {"kind": "add", "point": "post_block", "layers": n, "strength": dose * length / float(np.linalg.norm(row)),
+             "vector": pack_vector(row), "tokens": tokens}
+            for dose, tokens in ((0.7, "prompt"), (-0.2, "all"))
+            for n, row, length in ((1, calm, 6.0), (layer, formal, 8.0))
+        ]  # fmt: skip
+        ablate = {"kind": "ablate", "point": "post_block", "layers": 1, "vector": pack_vector(calm)}
+        ablate |= {"when": {"readout": "mood", "above": -1e9}}
+        readouts = {"mood": {"probe": pack_vector(calm), "point": "post_block", "layer": 0}}
+        whole = logprobs(client, steering=add)
+        np.testing.assert_allclose(logprobs(client, steering="0.7 calm@prompt - 0.2 calm"), whole, atol=1e-4)
+        assert logprobs(client, steering="0.7 calm@prompt") != whole
+        gated = "ablate raw when mood > -1000000000"
+        sent = [ablate, {**ablate, "layers": layer, "vector": pack_vector(formal)}]
+        expected = logprobs(client, steering=sent, readouts=readouts)
+        np.testing.assert_allclose(logprobs(client, steering=gated, readouts=readouts), expected, atol=1e-4)
+        refused = {
+            "0.5 raw": "gives a dose of raw, which does not tell the length of the stream at layer 1",
+            "0.5 nobody": "unknown module 'nobody'",
+            "calm calm": "cannot be read from ' calm' on",
+            "calm when anger > 1": "'anger' is not among the request's readouts",
+        }
+        for text, problem in refused.items():
+            response = client.post("/v1/completions", json={**GREEDY, "prompt": CORRUPT, "steering": text})
+            error = response.json()["error"]
+            assert response.status_code == 400 and error["param"].startswith("steering"), response.text
+            assert problem in error["message"]
+    finally:
+        for name in ("calm", "raw"):
+            assert client.delete(f"/v1/steering/modules/{name}").status_code in (200, 204)

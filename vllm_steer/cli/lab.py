@@ -116,9 +116,9 @@ def dose(
     if html is not None or plot is not None:
         check_image(plot or Path("page.png"))
     with failing_on(SteeringError):
-        from vllm_steer.lab.directions import Directions
         from vllm_steer.lab.dose_study import dose as study
         from vllm_steer.lab.examples import read_examples, read_prompts
+        from vllm_steer.registry.directions import Directions
 
         # Before the model is loaded, which takes long.
         given: dict[str, Any] = {

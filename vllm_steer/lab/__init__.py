@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """From texts to a direction whose effect, cost and range of doses are known."""
 
-from vllm_steer.lab.directions import Direction, Directions
 from vllm_steer.lab.dose_result import DoseResult
 from vllm_steer.lab.dose_study import dose
 from vllm_steer.lab.examples import Examples, read_examples
-from vllm_steer.lab.expression import Expression
 from vllm_steer.lab.harvest import Harvest, harvest
 from vllm_steer.lab.methods import make
 from vllm_steer.lab.probe_result import ProbeResult
 from vllm_steer.lab.probes import TrainedProbe, check_probe, train_probe
 from vllm_steer.lab.row_stream import RowBatch, RowStream
 from vllm_steer.lab.scores import Keywords, ProbeScore
+from vllm_steer.registry.directions import Direction, Directions
+from vllm_steer.registry.expression import Expression
 
 __all__ = [
     "Direction",

@@ -6,10 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_steer.capture.hidden_states import capture_hidden_states
 from vllm_steer.errors import SteeringError
@@ -17,15 +16,13 @@ from vllm_steer.lab.examples import Text
 from vllm_steer.patching.offline import OfflineRunner
 from vllm_steer.patching.runner import ModelFacts
 from vllm_steer.points import PointName
+from vllm_steer.registry.directions import WITHOUT_FIRST, Array
 from vllm_steer.request.scalars import read_choice
 from vllm_steer.request.sites import read_layers, read_point
 from vllm_steer.request.strict_json import parse_json
 
-Array: TypeAlias = npt.NDArray[np.float32]
 Pool = Literal["mean", "last"]
 POOLS: tuple[Pool, ...] = ("mean", "last")
-WITHOUT_FIRST = ((1, None),)
-"""Positions of all tokens but the first, whose stream does not depend on the text and is many times longer."""
 _BATCH = 32
 """Texts whose rows are in memory together."""
 

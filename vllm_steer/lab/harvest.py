@@ -19,9 +19,9 @@ from vllm_steer.capture.files.run_lock import RunLock
 from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.errors import SteeringError
 from vllm_steer.fs.dirfd import open_dir, write_atomic
-from vllm_steer.lab.activations import WITHOUT_FIRST
 from vllm_steer.lab.text_rows import TextRows, Texts
 from vllm_steer.patching.progress import Progress
+from vllm_steer.registry.directions import WITHOUT_FIRST
 from vllm_steer.request.scalars import shown
 
 RUN = "harvest"

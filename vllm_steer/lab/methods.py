@@ -13,10 +13,10 @@ import numpy.typing as npt
 from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
 from vllm_steer.extras import install_hint
-from vllm_steer.lab.activations import WITHOUT_FIRST, Activations, Pool, collect, describe_tokens
-from vllm_steer.lab.directions import Direction, Directions
+from vllm_steer.lab.activations import Activations, Pool, collect, describe_tokens
 from vllm_steer.lab.examples import Examples, Source, read_examples
 from vllm_steer.lab.statistics import auroc, folds
+from vllm_steer.registry.directions import WITHOUT_FIRST, Direction, Directions
 from vllm_steer.request.scalars import read_choice
 
 Floats: TypeAlias = npt.NDArray[np.float64]

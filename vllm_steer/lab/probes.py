@@ -16,15 +16,12 @@ from vllm_steer._version import __version__
 from vllm_steer.capture.hidden_states import none_left_running
 from vllm_steer.errors import SteeringError
 from vllm_steer.lab.activations import (
-    WITHOUT_FIRST,
-    Array,
     Pool,
     collect,
     describe_tokens,
     described_tokens,
     read_site_layers,
 )
-from vllm_steer.lab.directions import save_module
 from vllm_steer.lab.examples import Examples, Source, Text
 from vllm_steer.lab.methods import Floats, Labels, logistic, logistic_regression
 from vllm_steer.lab.probe_result import ProbeResult
@@ -33,6 +30,7 @@ from vllm_steer.lab.statistics import auroc, folds
 from vllm_steer.models.sae_site import models_of, plain_name
 from vllm_steer.params import SamplingParams
 from vllm_steer.points import PointName
+from vllm_steer.registry.directions import WITHOUT_FIRST, Array, save_module
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.vector_files import read_vector_file
 from vllm_steer.request.hidden_layer import HiddenLayer

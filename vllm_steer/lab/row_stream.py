@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.activations import WITHOUT_FIRST
 from vllm_steer.lab.text_rows import TextRows, Texts
+from vllm_steer.registry.directions import WITHOUT_FIRST
 from vllm_steer.request.scalars import read_integer
 
 _MOST_ROWS = 1 << 30

@@ -16,9 +16,10 @@ from vllm_steer.capture.hidden_states import capture_hidden_states
 from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.engine.capabilities import DTYPE_BYTES
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.activations import WITHOUT_FIRST, read_site_layers
+from vllm_steer.lab.activations import read_site_layers
 from vllm_steer.lab.examples import Source, TextLine, read_texts
 from vllm_steer.patching.offline import OfflineRunner
+from vllm_steer.registry.directions import WITHOUT_FIRST
 from vllm_steer.request import CaptureSpec
 from vllm_steer.request.scalars import read_integer
 

@@ -31,6 +31,7 @@ _GATE_OF_OTHERS = (
     "is a gate of RhizoNymph/vllm (apply, scope); write an edit whose when names a readout, with the window token for "
     "the scope this_token, previous for next_step, and latch for rest_of_request"
 )
+_EXPRESSION = "in Python, pass Expression.parse(text).edits(vectors) of vllm_steer.lab"
 _DECIMAL = re.compile("0|-?[1-9][0-9]{0,8}")
 
 
@@ -147,6 +148,8 @@ def read_edits(value: object, field: str) -> Iterator[tuple[str, Edit]]:
     """Yield the edits, with their paths, of a list of `Edit` or of dicts, or of one `Edit`."""
     if isinstance(value, Edit):
         value = [value]
+    if isinstance(value, str):
+        raise SteeringError(field, f"{shown(value)} is an expression, which names modules of a server; {_EXPRESSION}")
     if not isinstance(value, (list, tuple)):
         hint = ""
         if isinstance(value, Mapping):

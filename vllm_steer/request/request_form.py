@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 
-from vllm_steer.limits import MAX_READOUTS, MAX_STOPS
+from vllm_steer.limits import MAX_EXPRESSION_CHARS, MAX_READOUTS, MAX_STOPS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.request.capture import CaptureForm
 from vllm_steer.request.condition import Stop
@@ -43,8 +43,15 @@ VectorsForm = Annotated[
 ]
 """Vectors to add, by hook point and layer."""
 EditsForm = Annotated[
-    list[Annotated[Any, any_of(EditForm)]],
-    msgspec.Meta(min_length=1, description="Edits of any kind, in the order in which they apply."),
+    Any,
+    any_of(
+        Annotated[list[Annotated[Any, any_of(EditForm)]], msgspec.Meta(min_length=1)],
+        Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_EXPRESSION_CHARS)],
+    ),
+    msgspec.Meta(
+        description="Edits of any kind, in the order in which they apply. Over HTTP, also an expression such as "
+        "`0.7 calm@answer - 0.3 formal`, whose numbers are doses and whose names are registered modules."
+    ),
 ]
 
 

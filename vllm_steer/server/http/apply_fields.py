@@ -320,6 +320,8 @@ def compile_own(fields: Mapping[str, Any], context: RequestContext) -> tuple[Map
         )
     try:
         resolved = with_rows(fields, context)
+        if context.reservation is not None and resolved is not fields:  # an expression has an edit for each layer
+            context.reservation.tracker.check_count(REQUEST_EDITS, count_edits(resolved))
         # The cache identifies fields by their JSON, which does not contain rows that are named.
         return fields, compile_json_fields(fields) if resolved is fields else compile_fields(resolved)
     except SteeringError as error:

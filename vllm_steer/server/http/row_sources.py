@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors of edits that a request names instead of sending: stored captures, for ``replace``, and probes of modules.
+"""Vectors of edits that a request names instead of sending: stored captures, for ``replace``, and those of modules.
+
+A module is named by an edit, which takes one of its probes, or by an expression, which takes its vectors.
 
 They are resolved before the fields are compiled, so program, cache keys and quotas are the same as if the request had
 sent the rows.
@@ -18,8 +20,14 @@ from vllm_steer.capture.results import SiteRows
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_FIELD
 from vllm_steer.registry.composer import find_probe
+from vllm_steer.registry.directions import Directions
+from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleError
+from vllm_steer.registry.expression import Expression
+from vllm_steer.registry.snapshot import Snapshot
+from vllm_steer.request import Edit
 from vllm_steer.request.capture_source import ModuleRowsForm, StoredRowsForm
 from vllm_steer.request.edit_fields import GENERAL_FIELD
+from vllm_steer.request.references import Reference
 from vllm_steer.request.scalars import MASK_HINT, did_you_mean, is_integer, shown
 from vllm_steer.request.selector import Selector
 from vllm_steer.server.auth.current_key import require
@@ -55,13 +63,16 @@ def take_store_option(fields: Mapping[str, Any], consumer: str) -> tuple[Mapping
 
 
 def with_rows(fields: Mapping[str, Any], context: RequestContext) -> Mapping[str, Any]:
-    """Return ``fields`` with the vectors in place of their names.
+    """Return ``fields`` with the vectors in place of their names, and with the edits of an expression.
 
     Raises:
-        SteeringError: A capture or a module is gone, or lacks the site, a position or the probe.
+        SteeringError: A capture or a module is gone, or lacks the site, a position or the probe; or an expression
+            cannot be read, or names a module that does not tell the length of the stream.
         AccessError: The key has no right to read captures.
     """
     edits = fields.get(GENERAL_FIELD)
+    if isinstance(edits, str):
+        return {**fields, GENERAL_FIELD: _edits_of(edits, context)}
     if not isinstance(edits, (list, tuple)) or not any(map(_names_rows, edits)):
         return fields
     opened: dict[str, StoredRequest] = {}
@@ -90,13 +101,7 @@ def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opene
             hint = did_you_mean(name, form.__struct_fields__, {})
             raise SteeringError(field, f"unknown key {shown(name)}; use {', '.join(form.__struct_fields__)}{hint}")
     if _MODULE in source:
-        if context.engine is None:
-            raise SteeringError(
-                f"{field}.{_MODULE}",
-                "cannot be read on this route, which knows no engine; use /v1/completions, or send the rows",
-            )
-        snapshot = context.snapshot or context.engine.registry.snapshot()
-        return find_probe(source[_MODULE], snapshot, f"{field}.{_MODULE}")
+        return find_probe(source[_MODULE], _snapshot(context, f"{field}.{_MODULE}"), f"{field}.{_MODULE}")
     require(Right.CAPTURE)
     name = source[_CAPTURE]
     if not isinstance(name, str):
@@ -108,6 +113,28 @@ def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opene
         tokens_field = f"{field.rpartition('.')[0]}.tokens"
         chosen = _pair(source["positions"], edit.get("tokens"), f"{field}.positions", tokens_field, opened[name])
     return StoredRows(opened[name], chosen)
+
+
+def _snapshot(context: RequestContext, field: str) -> Snapshot:
+    if context.engine is None:
+        problem = "cannot be read on this route, which knows no engine; use /v1/completions, or send the rows"
+        raise SteeringError(field, problem)
+    return context.snapshot or context.engine.registry.snapshot()
+
+
+def _edits_of(text: str, context: RequestContext) -> list[Edit]:
+    """Return the edits of an expression, whose names are registered modules."""
+    snapshot = _snapshot(context, GENERAL_FIELD)
+    try:
+        expression, vectors = Expression.parse(text), {}
+        for name in dict.fromkeys(term.name for term in expression.terms):
+            module, version = snapshot.find(Reference(name, None), GENERAL_FIELD)
+            vectors[name] = Directions.of(snapshot.content(module.digest), version.metadata, name)
+        return expression.edits(vectors)
+    except (RegistryUnavailableError, UnknownModuleError):  # which have an HTTP status, or more to say
+        raise
+    except SteeringError as error:
+        raise SteeringError(GENERAL_FIELD, error.problem) from None
 
 
 def _open(capture_id: str, context: RequestContext, field: str) -> StoredRequest:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering expressions: ``0.7 calm@answer - 0.3 formal + ablate refusal when suspicion > 0.5``."""
+"""Steering expressions: ``0.7 calm@answer - 0.3 formal + ablate refusal when suspicion > 0.5``.
+
+A server reads one as the field ``steering`` of a request; its names are registered modules then.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.directions import Directions
+from vllm_steer.limits import MAX_EXPRESSION_CHARS, MAX_EXPRESSION_EDITS
+from vllm_steer.registry.directions import Directions
 from vllm_steer.request import Edit
 from vllm_steer.request.scalars import shown
 
@@ -70,8 +74,11 @@ class Expression:
         """Read an expression; ``str`` of the result is an equal expression.
 
         Raises:
-            SteeringError: The text has another form; the error shows the place.
+            SteeringError: The text is too long or has another form; the error shows the place.
         """
+        if len(text) > MAX_EXPRESSION_CHARS:
+            problem = f"has {len(text)} characters; at most {MAX_EXPRESSION_CHARS} are read"
+            raise SteeringError("expression", problem)
         terms: list[Term] = []
         end = 0
         while text[end:].strip():
@@ -99,20 +106,27 @@ class Expression:
                 no meaning.
         """
         loaded: dict[str, Directions] = {}
-        edits = []
         for term in self.terms:
             if term.name not in vectors:
                 known = ", ".join(vectors) or "none"
                 raise SteeringError("expression", f"names {term.name}, which is not among the vectors: {known}")
             given = vectors[term.name]
-            if term.name not in loaded:
-                loaded[term.name] = given if isinstance(given, Directions) else Directions.load(given)
+            loaded[term.name] = given if isinstance(given, Directions) else Directions.load(given)
+        if (count := sum(len(loaded[term.name]) for term in self.terms)) > MAX_EXPRESSION_EDITS:
+            problem = f"means {count} edits, one for each term and layer; at most {MAX_EXPRESSION_EDITS} are allowed"
+            raise SteeringError("expression", problem)
+        edits = []
+        for term in self.terms:
             for layer, direction in loaded[term.name].items():
                 if term.ablate:
                     where: dict[str, Any] = {"point": direction.point, "layers": layer, "vector": direction.unit}
                     edits.append(Edit("ablate", strength=term.dose, **where, **term.fields()))
-                else:
+                elif direction.stream > 0:
                     edits.append(direction.add(term.dose, **term.fields()))
+                else:
+                    problem = f"gives a dose of {term.name}, which does not tell the length of the stream at layer"
+                    remedy = f'give it in the provenance as "stream": {{"{layer}": ...}}, or use edits with a strength'
+                    raise SteeringError("expression", f"{problem} {layer}; {remedy}")
         return edits
 
 

@@ -8,18 +8,22 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.activations import WITHOUT_FIRST, Array
 from vllm_steer.points import PointName
-from vllm_steer.registry.metadata import parse_metadata
-from vllm_steer.registry.module import parse_module
+from vllm_steer.registry.metadata import ModuleMetadata, parse_metadata
+from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.vector_files import read_vector_file, write_vector_file
 from vllm_steer.request import Edit
 from vllm_steer.request.strict_json import parse_json
+
+Array: TypeAlias = npt.NDArray[np.float32]
+WITHOUT_FIRST = ((1, None),)
+"""Positions of all tokens but the first, whose stream does not depend on the text and is many times longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,19 +138,27 @@ class Directions(Mapping[int, Direction]):
         Raises:
             SteeringError: The file cannot be read, or has something else than vectors of layers of one hook point.
         """
-        module, metadata = read_vector_file(path)
+        return cls.of(*read_vector_file(path), name=str(path))
+
+    @classmethod
+    def of(cls, module: Module, metadata: ModuleMetadata, name: str) -> Directions:
+        """Return the directions of a module, which is called ``name`` in errors.
+
+        Raises:
+            SteeringError: The module has something else than vectors of layers of one hook point.
+        """
         if not module.base or len(module.all_edits) > len(module.base):
             raise SteeringError(
-                "vectors", f"{path} is a module with other edits than vectors of layers; save those alone"
+                "vectors", f"{name} is a module with other edits than vectors of layers; save those alone"
             )
         if len(points := {edit.point for edit in module.base}) > 1:
-            raise SteeringError("vectors", f"{path} has vectors at {', '.join(map(str, points))}; use one hook point")
-        streams = parse_json(metadata.provenance.get("stream", "{}"), f"{path}: provenance.stream")
+            raise SteeringError("vectors", f"{name} has vectors at {', '.join(map(str, points))}; use one hook point")
+        streams = parse_json(metadata.provenance.get("stream", "{}"), f"{name}: provenance.stream")
         found = {}
         for edit in module.base:
             layer, distance = int(edit.layers[0]), float(np.linalg.norm(edit.vector)) * edit.strength
             if not distance or edit.point is None:
-                raise SteeringError("vectors", f"{path} has a vector of zeros at layer {layer}; remove it")
+                raise SteeringError("vectors", f"{name} has a vector of zeros at layer {layer}; remove it")
             unit = (edit.vector * np.float32(edit.strength / abs(distance))).astype(np.float32)
             stream = streams.get(str(layer)) if isinstance(streams, dict) else None
             length = float(stream) if isinstance(stream, (int, float)) else float("nan")
