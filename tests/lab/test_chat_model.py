@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from demo.texts import CHOICE, MOOD, SHOWN
 from tests.engine.conftest import close
 from tests.lab.hf import Hooked, cosine
 from tests.tiny import make_llm
-from vllm_steer.lab import Directions, DoseResult, ProbeScore, dose, make, read_examples
+from vllm_steer.lab import Directions, DoseResult, ProbeScore, check_probe, dose, make, read_examples, train_probe
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,6 +85,23 @@ def test_controls_are_no_better_than_random(llm: Any, score: ProbeScore, control
         directions = Directions({LAYER: directions[LAYER].random(1, seed=99)[0]}, directions.model, "mean", {})
     found = study(llm, directions, score, controls=4)
     assert found.verdict.startswith("no better than random: "), found.verdict
+
+
+def test_probes_of_answers_are_checked_on_answers(llm: Any, tmp_path: Path) -> None:
+    """Catches scores of the question, and another end of the conversation than in training."""
+    talks = [
+        {"text": [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": text}], "label": label}
+        for pair in MOOD.pairs
+        for text, label in zip(pair, (True, False), strict=True)
+    ]
+    found = train_probe(llm, talks[:46], layers=LAYER, positions="assistant", pool="last")
+    found.save(tmp_path / "mood.safetensors")
+    held = found.result
+    again = [{"text": text, "label": bool(label)} for text, label in zip(held.texts, held.labels, strict=True)]
+    checked = check_probe(llm, tmp_path / "mood.safetensors", again)
+    np.testing.assert_allclose(checked.scores, held.scores, atol=1e-4)
+    assert checked.auroc > 0.9
+    assert check_probe(llm, tmp_path / "mood.safetensors", talks[46:]).better_than_chance
 
 
 def test_a_study_is_reproduced_from_its_seed(llm: Any, score: ProbeScore) -> None:

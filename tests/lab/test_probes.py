@@ -77,6 +77,7 @@ def test_random_labels_are_no_better_than_chance(llm: Any, trained: TrainedProbe
         labels = np.random.default_rng(seed).permutation(np.arange(90) % 2)
         found = train_probe(llm, labelled(TEXTS[:90], labels), layers=LAYER, controls=5, seed=seed)
         assert found.result.verdict.startswith("no better than chance: "), found.result.verdict
+        assert found.result.auroc < 0.8, "the probe was not trained on these texts"
     trained.save(tmp_path / "probe.safetensors")
     checked = check_probe(llm, tmp_path / "probe.safetensors", labelled(TEXTS[:90], labels))
     assert not checked.better_than_chance and checked.verdict.startswith("no better than chance: "), checked.verdict
