@@ -12,6 +12,7 @@ import typer
 from vllm_steer.cli import captures, chat, keys, lab, modules, probe, steering
 from vllm_steer.cli.convert import convert
 from vllm_steer.cli.engine import ENGINE_CONTEXT
+from vllm_steer.cli.explain import explain
 from vllm_steer.cli.fuzz import fuzz
 from vllm_steer.cli.output import fail, group
 from vllm_steer.cli.patch import patch
@@ -20,6 +21,7 @@ from vllm_steer.limits import ENGINE_LIMITS
 app = group("Activation steering and capture for vLLM.")
 app.add_typer(captures.app, name="captures")
 app.command()(convert)
+app.command()(explain)
 app.command()(fuzz)
 app.command(context_settings=ENGINE_CONTEXT)(patch)
 app.command(context_settings=ENGINE_CONTEXT)(lab.make)
