@@ -75,8 +75,8 @@ def newest_version() -> str:
     failed = sum(len(run["failed"]) for run in ended.values())
     requests = sum(run["counts"]["requests"] for run in ended.values() if "counts" in run)
     text = (
-        f"On {about['date']}, {len(ended)} of the {len(RUNS)} runs of `benchmarks/gpu_tests.py` ended on one "
-        f"{about['gpu']} with vLLM {about['vllm']} and torch {about['torch'].partition('+')[0]}: "
+        f"On {about['date']}, {len(ended)} of the {len(RUNS)} runs of `benchmarks/gpu_tests.py` ended on a host with "
+        f"{about['gpus']} {about['gpu']} with vLLM {about['vllm']} and torch {about['torch'].partition('+')[0]}: "
         f"{sum(run.get('passed', 0) for run in ended.values())} tests passed and {failed or 'none'} failed"
         f"{f', and the fuzzer compared {requests} requests' if requests else ''} "
         "(`benchmarks/results/gpu-tests-vllm-0.33.json`)."

@@ -115,8 +115,9 @@ def hash_ids(
             elif cache is None:
                 found = torch.tensor(pad_id)
             else:
-                block = int(blocks[request, at // cache_block_size])
-                found = cache[block * cache_block_size + at % cache_block_size]
+                # vLLM warms its kernels up with a table of one block.
+                at = min(at, blocks.shape[1] * cache_block_size - 1)
+                found = cache[int(blocks[request, at // cache_block_size]) * cache_block_size + at % cache_block_size]
             if found == dead_id:
                 # Neither this token nor those before it belong to the n-gram.
                 break

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part of the architectures that a test run proves: a sixth, another one for every commit.
+"""Part of the architectures that a test run proves: an eighth, another one for every commit.
 
 ``CONFORMANCE=all`` proves all of them, ``newest`` the layer classes that the installed vLLM alone has
 (``selection.py``), and ``CONFORMANCE_PART`` selects a part. A row's part follows from its name, so it
