@@ -27,44 +27,74 @@ def edit(**changes: Any) -> dict[str, Any]:
     return {"kind": "add", "point": "post_block", "layers": 2, "vector": [3.0, 4.0, 0.0, 0.0], **changes}
 
 
-def test_says_where_how_much_and_what_is_shared(tmp_path: Path) -> None:
-    """Catches a length without its strength, a dose of another site, and blocks that are said to be shared wrongly."""
+def lines_of(found: Result) -> list[str]:
+    assert found.exit_code == 0, found.output
+    return [" ".join(line.split()) for line in found.output.splitlines()]
+
+
+@pytest.fixture
+def calm(tmp_path: Path) -> str:
+    """Return the option with a module whose stream has length 20 at layer 2."""
     Directions({2: Direction("post_block", 2, UNIT[0], 20.0)}, "m", "mean", {}).save(tmp_path / "calm.safetensors")
+    return f"--module=calm={tmp_path / 'calm.safetensors'}"
+
+
+def test_says_where_and_how_much(tmp_path: Path, calm: str) -> None:
+    """Catches a length without its strength or sign, a dose of another site, and a part that is left out."""
     body = {
         "model": "m", "prompt": "Hello",
         "steering": [
             edit(strength=-2, tokens="generated"),
-            edit(layers=[1, 2], kind="ablate", when={"readout": "mood", "above": 1.5, "window": "previous"}),
+            edit(layers=[1, 3], tokens="prompt"),
+            edit(kind="ablate", live="x", when={"readout": "mood", "above": 1.5, "window": "previous"}),
         ],
-        "readouts": {"mood": {"probe": [1, 0, 0, 0], "point": "pre_attn", "layer": 1}},
-        "stop_on": [{"readout": "mood", "below": -3}],
+        "readouts": {
+            "mood": {"probe": [1, 0, 0, 0], "point": "pre_attn", "layer": 1, "positions": "answer"},
+            "next": {"lens": {"top_k": 2}, "point": "post_block", "layers": "all"},
+        },
+        "stop_on": [{"readout": "mood", "below": -3, "tokens": 2}],
         "capture": {"memory": {"hooks": {"post_attn": [0]}, "positions": "last_prompt"}},
         "steering_modules": [["formal", 0.5]],
     }  # fmt: skip
-    found = run(tmp_path, body, "--layers", "4", "--prompt-tokens", "9", "--stream", str(tmp_path / "calm.safetensors"))
-    assert found.exit_code == 0, found.output
-    lines = [" ".join(line.split()) for line in found.output.splitlines()]
-    assert "steering[0] add post_block of layer 2 generated length 10, dose 0.5" in lines
-    assert "steering[1] ablate post_block of layer 1, 2 generated strength 1 mood, previous" in lines
-    assert "module formal, times 0.5: its edits apply before those of the request" in lines
-    assert "readout mood: probe at pre_attn of layer 1, tokens generated" in lines
-    assert "stop: mood below -3 at 1 tokens in a row" in lines
-    assert "capture: post_attn of layer 0, tokens last_prompt" in lines
-    assert any(line.startswith("capture_rows 1 ") for line in lines)
-    assert "0 as without steering" in lines
-    assert any(line.startswith("9 (generated) shared with equal edits (") for line in lines)
+    lines = lines_of(run(tmp_path, body, calm))
+    assert "steering[0] add post_block of layer 2 generated -2 -10 -0.5" in lines
+    assert "steering[1] add post_block of layer 1, 3 prompt 1 5" in lines
+    gate = "mood above 1.5 (previous), times the live strength x"
+    assert f"steering[2] ablate post_block of layer 2 generated 1 {gate}" in lines
+    assert "module formal, scale 0.5: its edits apply before those of the request" in lines
+    assert "readout mood: probe at pre_attn of layer 1, tokens answer" in lines
+    assert "readout next: lens at post_block of all layers, tokens generated" in lines
+    assert "stop: mood below -3, tokens in a row: 2" in lines
+    assert "capture memory: post_attn of layer 0, tokens last_prompt" in lines
+    assert "What the request needs and shares depends on modules, names or messages of the server." in lines
 
 
-def test_equal_edits_have_equal_digests(tmp_path: Path) -> None:
-    """Catches a digest of the request instead of the edits, and one that ignores the strength."""
+def test_explains_an_expression(tmp_path: Path, calm: str) -> None:
+    """Catches an expression that is refused although a server takes it, and a dose that is not the one that it has."""
+    lines = lines_of(run(tmp_path, {"steering": "- 0.7 calm@first:20"}, calm))
+    assert "steering[0] add post_block of layer 2 {'generated': [[0, 20]]} -0.7 -14 -0.7" in lines
+    assert "max_rows 1 1024" in lines
 
-    def shared(**changes: Any) -> str:
-        (line,) = (
-            line for line in run(tmp_path, {"steering": [edit(**changes)]}).output.splitlines() if "equal" in line
-        )
-        return line
 
-    assert shared() == shared(layers=[2]) != shared(strength=2)
+def test_says_which_blocks_are_shared(tmp_path: Path) -> None:
+    """Catches blocks behind edited tokens that are called unedited, and live strengths whose blocks are shared.
+
+    Also catches a digest of the request instead of the edits, and one that ignores the strength.
+    """
+
+    def shared(*edits: dict[str, Any], **fields: Any) -> str:
+        found = run(tmp_path, {"steering": [*edits], **fields} if edits else fields, "--prompt-tokens", "9")
+        (line,) = (line for line in lines_of(found) if line.startswith("prefix cache"))
+        return line.removeprefix("prefix cache: ")
+
+    plain = "all blocks are shared with requests without steering"
+    assert shared(capture={"memory": {"hooks": {"post_attn": [0]}}}) == plain
+    assert shared(edit(layers=31)) == plain  # of the last layer's output
+    assert shared(edit(tokens="prompt")).startswith("all blocks with requests with equal edits (")
+    later = shared(edit(tokens="generated"))
+    assert later.startswith("blocks before position 9 are shared with requests without steering, those from it on with")
+    assert shared(edit(live="x")) == "all blocks with no other request, because of live strengths"
+    assert shared(edit()) == shared(edit(layers=[2])) != shared(edit(strength=2))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +105,8 @@ def test_equal_edits_have_equal_digests(tmp_path: Path) -> None:
         ({"prompt": "Hello"}, "runs as without steering"),
         ("[]", "must be a JSON object"),
         ('{"steering": ', "request.json"),
-        ({"steering": "0.7 calm"}, "pass Expression.parse(text).edits(vectors)"),
+        ({"steering": "0.7 calm"}, "names calm, which is not among the vectors: none"),
+        ({"steering": "0.7 calm calm"}, "cannot be read from ' calm' on"),
     ],
 )
 def test_refuses_what_a_server_refuses(tmp_path: Path, body: Any, problem: str) -> None:

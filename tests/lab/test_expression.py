@@ -78,6 +78,18 @@ def test_other_texts_are_refused(text: str, problem: str) -> None:
     assert error.value.field == "expression" and problem in error.value.problem
 
 
+@pytest.mark.parametrize(
+    "text",
+    [start + " " * 4000 + "!" for start in ("", "+", "calm", "ablate", "calm when", "calm when a", "calm when a >")]
+    + ["1" * 4000 + "!", "a." * 2000 + "!"],
+    ids=lambda text: repr(text[:14]),
+)
+def test_long_texts_are_refused_at_once(text: str) -> None:
+    """Catches a pattern that searches a text in more than quadratic time: it takes hours, and a server stands still."""
+    with pytest.raises(SteeringError, match="cannot be read from"):
+        Expression.parse(text)
+
+
 def test_edits_of_an_expression(tmp_path: Path) -> None:
     """Catches a dose taken for a strength, and edits that a request refuses."""
     directions(1).save(tmp_path / "formal.safetensors")

@@ -62,7 +62,7 @@ def saved(trained: TrainedProbe, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_a_planted_direction_is_found(trained: TrainedProbe) -> None:
-    """Catches labels or rows of other texts, and a layer at which the classes are told apart worse."""
+    """Catches labels or rows of other texts, and a layer that separates the classes worse."""
     result = trained.result
     assert trained.layer == LAYER and trained.aurocs[LAYER] > trained.aurocs[0]
     assert result.auroc > 0.95 and result.accuracy > 0.85 and result.better_than_chance, result.verdict
@@ -264,7 +264,7 @@ def test_the_commands_write_and_check_what_python_trains(
 def test_the_commands_fail_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
-    """Catches a wrong option or file that is told after minutes of loading."""
+    """Catches a wrong option or file that is reported only after minutes of loading."""
     monkeypatch.setattr(commands, "start_engine", lambda *arguments: pytest.fail("loaded the model"))
     monkeypatch.chdir(tmp_path)
     written(Path("few.jsonl"), labelled(TEXTS[:28], np.arange(28) % 2))

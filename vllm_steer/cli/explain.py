@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,32 +16,41 @@ from vllm_steer.cli.output import failing_on, print_table
 if TYPE_CHECKING:
     from vllm_steer.program import Program
     from vllm_steer.registry.directions import Directions
-    from vllm_steer.request import Edit
+    from vllm_steer.request import Edit, Readout
+    from vllm_steer.request.condition import Bound
 
 
 def explain(
     request: Annotated[Path, typer.Argument(metavar="FILE", help="JSON body of a request; - for stdin.")],
     layers: Annotated[int, typer.Option(min=1, max=4096, help="Decoder layers of the model.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the prompt.")] = 128,
-    stream: Annotated[
-        Path | None, typer.Option(help="File written by make, whose lengths of the stream turn additions into doses.")
+    module: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            help="File written by make: vectors of an expression, and lengths of the stream for doses; repeatable.",
+        ),
     ] = None,
 ) -> None:
     """Show where and how much a request edits, what it reads, what it needs, and which cache blocks it shares.
 
-    Exits with status 1 if no server would take the request.
+    Global steering of a server comes on top. Exits with status 1 if the request is invalid.
     """
     from vllm_steer.errors import SteeringError
-    from vllm_steer.params import FIELDS, MODULES_KEY, PROGRAM_KEY, compile_fields, read_references
+    from vllm_steer.params import CAPTURE_FIELD, FIELDS, PROGRAM_KEY, compile_fields
     from vllm_steer.program import Program
-    from vllm_steer.registry.directions import Directions
-    from vllm_steer.request.edit_fields import FIELD_NAMES, parse_fields_with_paths
+    from vllm_steer.registry.expression import Expression
+    from vllm_steer.request import parse_capture, parse_readouts, parse_references, parse_stops
+    from vllm_steer.request.condition import STOP_FIELD
+    from vllm_steer.request.edit_fields import FIELD_NAMES, GENERAL_FIELD, parse_fields_with_paths
+    from vllm_steer.request.readout import READOUTS_FIELD
+    from vllm_steer.request.references import MODULES_FIELD
     from vllm_steer.request.strict_json import parse_json
     from vllm_steer.request.unknown_fields import problem_of
 
     with failing_on(SteeringError, OSError, UnicodeDecodeError):
-        text = sys.stdin.read() if str(request) == "-" else request.read_text()
-        body = parse_json(text, str(request))
+        known = _modules(module or ())
+        body = parse_json(sys.stdin.read() if str(request) == "-" else request.read_text(), str(request))
         if not isinstance(body, dict):
             raise SteeringError(str(request), "must be a JSON object, the body of a request")
         for name in body.keys() - set(FIELDS):
@@ -49,56 +59,81 @@ def explain(
         fields = {name: body[name] for name in FIELDS if body.get(name) is not None}
         if not fields:
             raise SteeringError(str(request), f"has none of {', '.join(FIELDS)}; it runs as without steering")
+        if isinstance(text := fields.get(GENERAL_FIELD), str):
+            fields[GENERAL_FIELD] = Expression.parse(text).edits(known)
         compiled = compile_fields(fields)
-        known = None if stream is None else Directions.load(stream)
         edits = parse_fields_with_paths({name: fields[name] for name in FIELD_NAMES if name in fields})
-        print_table(("edit", "kind", "site", "tokens", "change", "if"), [_edit(*each, known) for each in edits])
-        for reference in read_references(compiled) or ():
-            typer.echo(f"module {reference}, times {reference.scale:g}: its edits apply before those of the request")
-        if PROGRAM_KEY in compiled:
-            _print_program(Program.from_bytes(compiled[PROGRAM_KEY]), layers, prompt_tokens)
-        elif MODULES_KEY not in compiled:
-            typer.echo("nothing is left of the request: each of its edits has strength 0")
+        if edits:
+            rows = [_edit(path, edit, known.values()) for path, edit in edits]
+            print_table(("edit", "kind", "site", "tokens", "strength", "length", "dose", "if"), rows)
+        references = parse_references(fields.get(MODULES_FIELD))
+        for reference in references:
+            typer.echo(f"module {reference}, scale {reference.scale:g}: its edits apply before those of the request")
+        for name, readout in parse_readouts(fields.get(READOUTS_FIELD)).items():
+            typer.echo(f"readout {name}: {readout.kind.name} at {_site(readout)}, tokens {readout.positions.to_wire()}")
+        for stop in parse_stops(fields.get(STOP_FIELD)):
+            typer.echo(f"stop: {stop.readout} {_bound(stop.bound)}, tokens in a row: {stop.tokens}")
+        for consumer, spec in parse_capture(fields.get(CAPTURE_FIELD)):
+            for point, where in spec.hooks:
+                typer.echo(f"capture {consumer}: {point} of {_layers(where)}, tokens {spec.tokens.to_wire()}")
+        program = Program.from_bytes(compiled[PROGRAM_KEY]) if PROGRAM_KEY in compiled else None
+        if references or (program is not None and (program.has_names or program.needs_prompt)):
+            typer.echo("What the request needs and shares depends on modules, names or messages of the server.")
+        elif program is not None:
+            _print_needs(program, layers, prompt_tokens)
 
 
-def _edit(path: str, edit: Edit, known: Directions | None) -> tuple[str, str, str, str, str, str]:
-    """Return the row of an edit."""
+def _modules(given: Iterable[str]) -> dict[str, Directions]:
+    """Read ``NAME=FILE`` options."""
+    from vllm_steer.errors import SteeringError
+    from vllm_steer.registry.directions import Directions
+
+    pairs = [each.partition("=") for each in given]
+    if wrong := [name for name, equals, file in pairs if not (name and equals and file)]:
+        raise SteeringError("module", f"{wrong[0]!r} is not NAME=FILE, such as calm=calm.safetensors")
+    return {name: Directions.load(file) for name, _, file in pairs}
+
+
+def _edit(path: str, edit: Edit, known: Iterable[Directions]) -> tuple[str, ...]:
+    """Return the row of an edit. Length and dose have the sign of the strength."""
     import numpy as np
 
-    change = f"strength {edit.strength:g}"
+    length = dose = ""
     if edit.kind == "add":
-        length = abs(edit.strength) * float(np.linalg.norm(edit.vector.astype(np.float64)))
-        change = f"length {length:.4g}"
-        named = [] if known is None or edit.layers == "all" else [known[n] for n in edit.layers if n in known]
-        doses = [length / each.stream for each in named if each.point == edit.point and each.stream > 0]
-        change += f", dose {' '.join(f'{dose:.3g}' for dose in doses)}" if doses else ""
-    when = " and ".join(f"{each.readout}, {each.window}" for each in edit.when)
-    when += f" live {edit.live}" if edit.live else ""
-    where = f"{edit.point or 'point'} of {_layers(edit.layers)}" if edit.point or edit.layers else "the autoencoder's"
-    return path, edit.kind, where, str(edit.tokens.to_wire()), change, when
+        added = edit.strength * float(np.linalg.norm(edit.vector.astype(np.float64)))
+        sites = [each[n] for each in known for n in each if edit.layers == "all" or n in edit.layers]
+        sites = [each for each in sites if each.point == edit.point]
+        streams = {f"{each.layer}": each.stream for each in sites if each.stream > 0}
+        length, dose = f"{added:.4g}", ", ".join(f"{added / stream:.3g}" for stream in streams.values())
+    when = " and ".join(f"{each.readout} {_bound(each.bound)} ({each.window})" for each in edit.when)
+    if edit.live:
+        when = f"{when + ', ' if when else ''}times the live strength {edit.live}"
+    tokens = str(edit.tokens.to_wire())
+    return path, edit.kind, _site(edit), tokens, f"{edit.strength:g}", length, dose, when
+
+
+def _bound(bound: Bound) -> str:
+    return f"below {bound.below:g}" if bound.above is None else f"above {bound.above:g}"
+
+
+def _site(part: Edit | Readout) -> str:
+    """Return the site of an edit or a readout."""
+    single = getattr(part, "layer", None)
+    layers = part.layers if single is None else (single,)
+    if part.point is None or not layers:
+        return "the site that is registered with it"
+    return f"{part.point} of {_layers(layers)}"
 
 
 def _layers(layers: Any) -> str:
-    return "all layers" if layers == "all" or not layers else f"layer {', '.join(map(str, layers))}"
+    return "all layers" if layers == "all" else f"layer {', '.join(map(str, layers))}"
 
 
-def _print_program(program: Program, layers: int, prompt_tokens: int) -> None:
+def _print_needs(program: Program, layers: int, prompt_tokens: int) -> None:
+    """Print what a program needs of the engine's tables, and which blocks of the prefix cache it shares."""
     from vllm_steer.limits import ENGINE_LIMITS
-    from vllm_steer.points import POINT_NAMES
     from vllm_steer.program import resolve
 
-    for readout in program.readouts:
-        place = f"{POINT_NAMES[readout.point]} of {_layers(readout.layers or (readout.layer,))}"
-        place = "the site registered with it" if readout.omitted else place
-        typer.echo(f"readout {readout.name}: {readout.kind.name} at {place}, tokens {readout.tokens}")
-    for stop in program.stops:
-        bound = f"{'above' if stop.bound.above else 'below'} {stop.bound.threshold:g}"
-        typer.echo(f"stop: {program.readouts[stop.readout].name} {bound} at {stop.tokens} tokens in a row")
-    for capture in program.captures:
-        typer.echo(f"capture: {POINT_NAMES[capture.point]} of {_layers(capture.layers)}, tokens {capture.tokens}")
-    if program.has_names or program.needs_prompt:
-        typer.echo("The server fills in names and messages; what the request needs depends on them.")
-        return
     resolved = resolve(program, prompt_tokens, layers)
     rows = resolved.token_programs
     needs: Mapping[str, int] = {
@@ -108,18 +143,22 @@ def _print_program(program: Program, layers: int, prompt_tokens: int) -> None:
         "capture_rows": resolved.max_captures,
     }
     print_table(
-        ("needs", "count", "of the engine's default"),
+        ("limit", "needed", "the engine's default"),
         [(name, count, ENGINE_LIMITS[name].default) for name, count in needs.items() if count],
     )
-    print_table(("positions from", "keys and values in the prefix cache"), _cache(resolved.segments, prompt_tokens))
+    edited = [(segment.start, segment.kv_digest) for segment in resolved.segments if segment.kv_digest is not None]
+    typer.echo(f"prefix cache: {_shared(edited, live=any(edit.live for edit in program.edits))}")
 
 
-def _cache(segments: Any, prompt_tokens: int) -> Iterator[tuple[str, str]]:
-    """Yield the first position of each stretch whose blocks are shared with the same requests, and with which."""
-    last: Any = ()
-    for segment in segments:
-        if segment.kv_digest != last:
-            last = segment.kv_digest
-            where = f"{segment.start}{'' if segment.start < prompt_tokens else ' (generated)'}"
-            shared = "as without steering" if last is None else f"shared with equal edits ({last.hex()[:12]})"
-            yield where, shared
+def _shared(edited: Sequence[tuple[int, bytes]], *, live: bool) -> str:
+    """Return who shares the cache blocks of a request with these starts and digests of edited keys and values.
+
+    A key of a block includes all edits up to its end (`vllm_steer.engine.cache_keys`), those of earlier tokens as well.
+    """
+    if not edited:
+        return "all blocks are shared with requests without steering"
+    digest = hashlib.blake2b(repr(edited).encode(), digest_size=6).hexdigest()
+    others = "no other request, because of live strengths" if live else f"requests with equal edits ({digest})"
+    start = edited[0][0]
+    before = f"blocks before position {start} are shared with requests without steering, " if start else ""
+    return f"{before}{'those from it on' if start else 'all blocks'} with {others}"

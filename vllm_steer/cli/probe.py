@@ -28,7 +28,7 @@ def train(
     pool: Pool = "mean",
     seed: Seed = 0,
 ) -> None:
-    """Train a linear probe, write it as a module, and print whether unseen texts are told apart.
+    """Train a linear probe, write it as a module, and print whether it separates unseen texts.
 
     A third of the texts is held out. On a CPU, compiling the model takes minutes: add --enforce-eager.
     """

@@ -81,7 +81,7 @@ def read_unseen(examples: Source | Examples, provenance: Mapping[str, str]) -> D
     """Return examples without repetitions for the check of a probe with this provenance.
 
     Raises:
-        SteeringError: The examples are not usable, too few, or those of the training.
+        SteeringError: The examples are not usable, there are too few, or the probe was trained on them.
     """
     given = distinct_texts(examples)
     if provenance.get("examples", "").endswith(f"sha256 {given.digest}"):

@@ -157,14 +157,14 @@ def check_probe(
     Args:
         llm: An `LLM` with steering.
         path: File of a module; any probe of it can be checked, also with a hidden layer or a sigmoid.
-        examples: Other texts than those of the training; see `train_probe`.
+        examples: Texts that the probe was not trained on; see `train_probe`.
         name: Name of the probe, if the file has several.
         seed: Seed of the bootstrap and the permutations.
         use_tqdm: Whether to show progress bars.
 
     Raises:
-        SteeringError: The file has no such probe, the probe is of another model, the texts are too few or those of the
-            training, or the engine refuses one.
+        SteeringError: The file has no such probe, the probe is of another model, there are too few texts, the probe was
+            trained on them, or the engine refuses one.
     """
     probe, metadata = read_probe(path, name)
     given = read_unseen(examples, metadata.provenance)

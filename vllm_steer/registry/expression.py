@@ -22,8 +22,10 @@ from vllm_steer.request.scalars import shown
 
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NAME = r"(?!(?:when|ablate)\b)[A-Za-z][\w.-]*"
+# White space stands behind what is required before it: of a run that several parts can match, a client's text would be
+# searched in cubic time.
 _TERM = re.compile(
-    rf"\s*(?P<sign>[+-])?\s*(?P<dose>{_NUMBER})?\s*(?:(?P<kind>ablate)\s+)?(?P<name>{_NAME})"
+    rf"\s*(?:(?P<sign>[+-])\s*)?(?:(?P<dose>{_NUMBER})\s*)?(?:(?P<kind>ablate)\s+)?(?P<name>{_NAME})"
     rf"(?:@(?P<part>[a-z_]+)(?::(?P<count>\d+))?)?"
     rf"(?:\s+when\s+(?P<readout>{_NAME})\s*(?P<side>[<>])\s*(?P<bound>-?{_NUMBER}))?(?=\s|$)"
 )
@@ -95,6 +97,12 @@ class Expression:
         text = "".join(f" {'-' if np.signbit(term.dose) else '+'} {term}" for term in self.terms)
         return text.removeprefix(" + ").strip()
 
+    def check_count(self, layers: Mapping[str, int]) -> None:
+        """Raise SteeringError if the expression means too many edits; ``layers`` counts those of each name."""
+        if (count := sum(layers[term.name] for term in self.terms)) > MAX_EXPRESSION_EDITS:
+            problem = f"means {count} edits, one for each term and layer; at most {MAX_EXPRESSION_EDITS} are allowed"
+            raise SteeringError("expression", problem)
+
     def edits(self, vectors: Mapping[str, Directions | str | Path]) -> list[Edit]:
         """Return the edits, for `SamplingParams.steering`.
 
@@ -112,9 +120,7 @@ class Expression:
                 raise SteeringError("expression", f"names {term.name}, which is not among the vectors: {known}")
             given = vectors[term.name]
             loaded[term.name] = given if isinstance(given, Directions) else Directions.load(given)
-        if (count := sum(len(loaded[term.name]) for term in self.terms)) > MAX_EXPRESSION_EDITS:
-            problem = f"means {count} edits, one for each term and layer; at most {MAX_EXPRESSION_EDITS} are allowed"
-            raise SteeringError("expression", problem)
+        self.check_count({name: len(each) for name, each in loaded.items()})
         edits = []
         for term in self.terms:
             for layer, direction in loaded[term.name].items():

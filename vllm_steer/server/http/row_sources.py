@@ -126,11 +126,11 @@ def _edits_of(text: str, context: RequestContext) -> list[Edit]:
     """Return the edits of an expression, whose names are registered modules."""
     snapshot = _snapshot(context, GENERAL_FIELD)
     try:
-        expression, vectors = Expression.parse(text), {}
-        for name in dict.fromkeys(term.name for term in expression.terms):
-            module, version = snapshot.find(Reference(name, None), GENERAL_FIELD)
-            vectors[name] = Directions.of(snapshot.content(module.digest), version.metadata, name)
-        return expression.edits(vectors)
+        expression = Expression.parse(text)
+        found = {term.name: snapshot.find(Reference(term.name, None), GENERAL_FIELD)[1] for term in expression.terms}
+        contents = {name: snapshot.content(version.digest) for name, version in found.items()}
+        expression.check_count({name: len(module.base) for name, module in contents.items()})
+        return expression.edits({name: Directions.of(contents[name], found[name].metadata, name) for name in found})
     except (RegistryUnavailableError, UnknownModuleError):  # which have an HTTP status, or more to say
         raise
     except SteeringError as error:
