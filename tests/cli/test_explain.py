@@ -46,6 +46,7 @@ def test_says_where_and_how_much(tmp_path: Path, calm: str) -> None:
         "steering": [
             edit(strength=-2, tokens="generated"),
             edit(layers=[1, 3], tokens="prompt"),
+            edit(point="pre_attn"),
             edit(kind="ablate", live="x", when={"readout": "mood", "above": 1.5, "window": "previous"}),
         ],
         "readouts": {
@@ -59,8 +60,9 @@ def test_says_where_and_how_much(tmp_path: Path, calm: str) -> None:
     lines = lines_of(run(tmp_path, body, calm))
     assert "steering[0] add post_block of layer 2 generated -2 -10 -0.5" in lines
     assert "steering[1] add post_block of layer 1, 3 prompt 1 5" in lines
+    assert "steering[2] add pre_attn of layer 2 all 1 5" in lines
     gate = "mood above 1.5 (previous), times the live strength x"
-    assert f"steering[2] ablate post_block of layer 2 generated 1 {gate}" in lines
+    assert f"steering[3] ablate post_block of layer 2 generated 1 {gate}" in lines
     assert "module formal, scale 0.5: its edits apply before those of the request" in lines
     assert "readout mood: probe at pre_attn of layer 1, tokens answer" in lines
     assert "readout next: lens at post_block of all layers, tokens generated" in lines
@@ -94,6 +96,8 @@ def test_says_which_blocks_are_shared(tmp_path: Path) -> None:
     later = shared(edit(tokens="generated"))
     assert later.startswith("blocks before position 9 are shared with requests without steering, those from it on with")
     assert shared(edit(live="x")) == "all blocks with no other request, because of live strengths"
+    modules = lines_of(run(tmp_path, {"steering": [edit()], "steering_modules": ["formal"]}))
+    assert modules[-1].startswith("What the request needs and shares depends on modules")
     assert shared(edit()) == shared(edit(layers=[2])) != shared(edit(strength=2))
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,15 @@ def test_aborted_requests_release_their_room(tiny_llama: Path) -> None:
         assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.store.num_with_program == 0
     finally:
         close(llm)
+
+
+def test_a_closed_engine_is_freed(tiny_llama: Path) -> None:
+    """Catches a model that stays in memory after its engine, by a reference of ours or of these tests."""
+    llm = make_llm(tiny_llama, max_num_seqs=1)
+    run(llm, [prompt(1, 2, 3)], [params(2, capture=capture(), steering_vectors={"pre_attn": {2: direction(3)}})])
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    model, steering = weakref.ref(worker.model_runner.get_model()), weakref.ref(worker.model_runner.steering)
+    del worker
+    close(llm)  # while the name still refers to it
+    gc.collect()
+    assert (model(), steering()) == (None, None)

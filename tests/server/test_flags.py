@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.conftest import SET_BY_FLAGS, SET_BY_MODELS
+from tests.conftest import SET_BY_FLAGS, SET_BY_MODELS, pytest_runtest_setup
 from vllm_steer.config import (
     SCHEDULER_CLS,
     WORKER_CLS,
@@ -370,7 +370,10 @@ def test_refuses_wrong_modules(words: list[str], said: str, capsys: pytest.Captu
     assert said in error_of(capsys, *words)
 
 
-def test_no_test_inherits_what_flags_and_models_have_set() -> None:
+def test_no_test_inherits_what_flags_and_models_have_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a registry or graphs of an earlier test in the engines of later ones, which fail by file order."""
     assert set(SET_BY_FLAGS) == {CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, REGISTRY_VARIABLE}
+    for name in SET_BY_FLAGS + SET_BY_MODELS:
+        monkeypatch.setenv(name, "1")
+    pytest_runtest_setup()
     assert not os.environ.keys() & {*SET_BY_FLAGS, *SET_BY_MODELS}

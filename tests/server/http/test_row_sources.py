@@ -16,6 +16,7 @@ from tests.server.fakes import HIDDEN, engine_context
 from vllm_steer.capture.files.tensors import encode_request
 from vllm_steer.capture.results import CapturedRequest, SiteRows
 from vllm_steer.errors import SteeringError
+from vllm_steer.registry.directions import Directions
 from vllm_steer.request import Edit, parse_capture, parse_fields
 from vllm_steer.server.capture_store import CaptureStore, StoreLimits
 from vllm_steer.server.http.request_context import RequestContext
@@ -116,3 +117,24 @@ def test_the_option_store() -> None:
     assert take_store_option({"capture": {"memory": spec}}, "memory")[1] is False
     with pytest.raises(SteeringError, match="store"):
         take_store_option({"capture": {"memory": {**spec, "store": 1}}}, "memory")
+
+
+def test_edits_of_an_expression_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches modules that are converted although the request has too many edits, which takes seconds of a server."""
+    engine = engine_context()
+    base = {"post_block": {layer: [1.0] * HIDDEN for layer in range(3)}}
+    engine.registry.register("calm", base=base, provenance={"stream": '{"0": 2.0, "1": 2.0, "2": 2.0}'})
+    converted: list[str] = []
+    real = Directions.of
+
+    def of(*args: Any) -> Directions:
+        converted.append(args[2])
+        return real(*args)
+
+    monkeypatch.setattr(Directions, "of", of)
+    context = RequestContext(engine=engine, owner=MINE, capture_store=None)
+    assert len(with_rows({"steering": " + ".join(["calm"] * 85)}, context)["steering"]) == 255
+    assert converted == ["calm"]
+    with pytest.raises(SteeringError, match="means 258 edits") as error:
+        with_rows({"steering": " + ".join(["calm"] * 86)}, context)
+    assert error.value.field == "steering" and converted == ["calm"]
