@@ -60,7 +60,7 @@ def test_chat_shows_a_lens_and_forks(opened: Opened, pictures: Path) -> None:
     assert forked[: at + 1] == [*texts[:at], alternative]
     expect(page.locator(".forked")).to_have_text(alternative, use_inner_text=True)
     page.get_by_role("button", name="Previous fork").click()
-    expect(page.locator(".forks")).to_contain_text("fork 1 of 2")  # drawn in the next frame, as all that is awaited here
+    expect(page.locator(".forks")).to_contain_text("fork 1 of 2")
     assert tokens.all_inner_texts() == texts
     say(page, "And of Italy?", 4)
     expect(page.locator(".message")).to_have_count(4)
@@ -77,8 +77,10 @@ def test_steer_marks_the_difference_and_moves_in_the_stream(opened: Opened, pict
     page.get_by_role("button", name="Run both").click()
     expect(page.get_by_text("Both answers are the same.")).to_be_visible()
     page.get_by_label("Most tokens").fill("120")
-    page.get_by_role("button", name="Run both").click()
+    with page.expect_request(CHAT_ROUTE):
+        page.get_by_role("button", name="Run both").click()
     sides = page.locator(".side-by-side")
+    expect(sides.last.locator(".token")).to_have_count(0)  # those of the run before are gone
     expect(sides.last.locator(".token").nth(4)).to_be_attached()
     slider.fill("2.5")  # from 0 within the stream
     expect(page.locator(".changes li").first).to_contain_text(re.compile(r"mood: 2.5 from position \d+ on"))
@@ -93,6 +95,27 @@ def test_steer_marks_the_difference_and_moves_in_the_stream(opened: Opened, pict
     marked = int(page.locator(".marked").first.get_attribute("data-index") or -1)
     assert 4 < marked <= first
     page.screenshot(path=pictures / "studio-steer.png", full_page=True)
+
+
+def test_a_strength_is_sent_that_moved_before_the_stream_began(opened: Opened) -> None:
+    """Catches a slider that shows a strength which never reaches the stream, because the answer has no id yet."""
+    page = opened.open("steer")
+    page.get_by_label("Module", exact=True).select_option("mood")
+    page.get_by_role("button", name="Add module").click()
+    page.get_by_label("Most tokens").fill("60")
+    slider = page.get_by_role("slider", name="mood")
+    slider.fill("0")
+    held: list[Any] = []
+    page.route(CHAT_ROUTE, lambda route: held.append(route))
+    page.get_by_role("button", name="Run both").click()
+    while len(held) < 2:
+        page.wait_for_timeout(20)
+    slider.fill("2.5")
+    for route in held:
+        route.continue_()
+    expect(page.locator(".changes li").first).to_contain_text("mood: 2.5 from position")
+    expect(page.get_by_text("First difference at token")).to_be_visible()
+    expect(page.locator(".status").last).to_contain_text("done")
 
 
 def test_steer_takes_pasted_vectors_and_files(opened: Opened, tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ const steered = signal(new Turn());
 const difference = signal(-1);
 const changes = signal([]);
 const selected = signal(null);
-/** Modules of the address with their strengths, which wait for the API. */
+/** Modules of the address, which wait for the API. */
 const wanted = signal([]);
 let added = 0;
 
-/** Name for a live strength: the API takes letters, digits and the like. */
+/** Name for a live strength: letters, digits and the like. */
 const liveName = (title) => `${title.replace(/[^A-Za-z0-9_]/g, "_").slice(0, 40)}_${++added}`;
 
 function add(title, edits, module = "", strength = 1) {
@@ -78,8 +78,9 @@ async function addFile(event) {
   attempt(file.name, () => (/\.json$/i.test(file.name) ? editsOfText(new TextDecoder().decode(buffer), site) : editsOfFile(buffer)));
 }
 
-function compare() {
+function step() {
   const [one, other] = [plain.value, steered.value];
+  strengths.value.forEach(change); // those that moved before there was an id
   if (difference.value >= 0) return;
   const at = firstDifference(one.tokens, other.tokens);
   if (at < 0) return;
@@ -100,7 +101,7 @@ async function run() {
   });
   const turns = [new Turn(), new Turn()];
   [plain.value, steered.value] = turns;
-  for (const turn of turns) turn.onToken = compare;
+  for (const turn of turns) turn.onToken = step;
   difference.value = -1;
   changes.value = [];
   selected.value = null;
@@ -113,7 +114,7 @@ function stop() {
   steered.value.stop();
 }
 
-/** Send a strength to the running stream. While one is on its way, only the newest of the later ones is kept. */
+/** Send a strength to the running stream. While one is on its way, only the newest later one is kept. */
 async function change(item) {
   const turn = steered.value;
   if (item.busy || turn.state.value !== "running" || !turn.id.value) return;
