@@ -63,16 +63,27 @@ def make_ways(hidden: int, layer: int) -> dict[str, dict[str, Any]]:
     vector = 1e-9 * np.random.default_rng(0).standard_normal(hidden).astype("f4")
     hooks = {"hooks": {"post_block": [layer]}, "positions": "all_generated"}
     probes = [f"{MODULE}/p{i}" for i in range(PROBES)]
+    packed = pack_vector(vector)
+    gated = {"kind": "add", "point": "post_block", "layers": layer, "vector": packed}
     return {
         "stock": {},
         "idle": {},
-        "vector": {"steering_vectors": {"post_block": {str(layer): {"vector": pack_vector(vector)}}}},
+        "vector": {"steering_vectors": {"post_block": {str(layer): {"vector": packed}}}},
         "probes": {"capture": {"memory": {**hooks, "reduce": {"probes": probes}}}},
+        "readouts": {
+            "readouts": {
+                f"r{i}": {"probe": probe, "point": "post_block", "layer": layer} for i, probe in enumerate(probes)
+            }
+        },
+        "gate": {
+            "readouts": {"r": {"probe": probes[0], "point": "post_block", "layer": layer - 1}},
+            "steering": [{**gated, "when": {"readout": "r", "above": 0.0, "window": "previous"}}],
+        },
         "capture": {"capture": {"filesystem": hooks}},
     }
 
 
-WAYS = tuple(make_ways(1, 0))
+WAYS = tuple(make_ways(1, 1))
 
 
 def make_module(hidden: int, layer: int) -> dict[str, Any]:
@@ -206,7 +217,9 @@ def measure(result: dict[str, Any], out: Path, folder: Path, arguments: argparse
     """Start both servers and fill ``result`` cell by cell, writing the file after each of them."""
     import vllm.benchmarks.serve  # noqa: F401  # before the servers start, so that both find its files in memory
 
-    load = (TINY_LOAD if arguments.tiny else LOAD)._replace(spread=arguments.spread)
+    load = TINY_LOAD if arguments.tiny else LOAD
+    chosen = {each: load.requests[each] for each in arguments.concurrency or load.requests}
+    load = load._replace(spread=arguments.spread, requests=chosen)
     end = arguments.begin + arguments.seconds
     model = folder / "model"
     config = save_model(result["shape"], model)
@@ -221,6 +234,7 @@ def measure(result: dict[str, Any], out: Path, folder: Path, arguments: argparse
         memory = {} if arguments.tiny else {"gpu-memory-utilization": arguments.share}
     options += [f"--{name}={value}" for name, value in memory.items()]
     options += ["--enforce-eager", "--dtype", "float32"] if arguments.tiny else []
+    options += ["--api-server-count", str(arguments.api)] if arguments.api > 1 else []
     consumers = [f"filesystem:root={folder / 'rows'},layout=packed", "memory"]
     steering = ["--enable-steering", *(part for each in consumers for part in ("--capture-consumers", each))]
     with contextlib.ExitStack() as stack:
@@ -276,7 +290,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model and load, on the CPU")
     parser.add_argument("--seconds", type=float, default=560, help="time limit of the whole command")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--spread", type=float, default=0.0, help="part by which the lengths of requests vary, below 1")
+    parser.add_argument("--spread", type=float, default=0.5, help="part by which the lengths of requests vary, below 1")
+    parser.add_argument("--concurrency", nargs="+", type=int, help="default: all of the load")
+    parser.add_argument("--api", type=int, default=1, help="API server processes of each server")
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=list(WAYS[1:]))
     parser.add_argument("--share", type=float, default=0.42, help="GPU memory of each server, as a part of the whole")
     parser.add_argument("--kv-gib", type=float, help="key-value cache of each server, in GiB, instead of --share")
@@ -293,7 +309,7 @@ def main() -> None:
         "environment": environment(),
         "setup": {"prompt": load.prompt, "output": load.output, "spread": arguments.spread, "requests": load.requests,
                   "share": arguments.share, "kv_gib": arguments.kv_gib,
-                  "caches": "kept" if arguments.caches else "empty"},
+                  "caches": "kept" if arguments.caches else "empty", "api_servers": arguments.api},
         "note": arguments.note,
         "servers": {}, "figures": [], "cells": [],
     }  # fmt: skip
