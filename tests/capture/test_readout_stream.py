@@ -113,7 +113,7 @@ def test_values_survive_a_full_buffer(sample: Sample, monkeypatch: pytest.Monkey
     assert sample.take(5) == ([], [])
 
 
-def test_one_new_token_is_not_assembled(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_tokens_are_not_assembled(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a pass over arrays for each event of each stream, and kept records that are lost for the trace."""
     sample.step(0, 3)
     assert sample.take(3)[0] == [0, 1, 2]
@@ -122,9 +122,12 @@ def test_one_new_token_is_not_assembled(sample: Sample, monkeypatch: pytest.Monk
         for position in (3, 4, 5):
             sample.step(position)
             assert sample.take(position + 1) == ([position], [position])
+        for position in (6, 7, 8):
+            sample.step(position)
+        assert sample.take(9) == ([6, 7, 8], [6, 7, 8])
     sample.receiver.flush("own")
-    whole = sample.stream.whole(6)["p"].positions.tolist()
-    assert whole == ([] if sample.drop else [0, 1, 2, 3, 4, 5])
+    whole = sample.stream.whole(9)["p"].positions.tolist()
+    assert whole == ([] if sample.drop else list(range(9)))
 
 
 def heads() -> list[CompiledReadout]:
@@ -167,6 +170,24 @@ def test_json_of_every_kind() -> None:
     assert text.index(b"lens") > text.index(b"two")
 
 
+def test_json_of_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches numbers of one token beside the position of another, in an event that covers several tokens."""
+    formatted, assembled = Sample(*heads()), Sample(*heads())
+    assembled.receiver.record_json = lambda *_, **__: None  # type: ignore[method-assign]
+    random, position = np.random.default_rng(0), 0
+    monkeypatch.setattr(formatted.receiver, "flush", lambda *_: pytest.fail("assembled"))
+    for count in (2, 1, 3, 2, 8):
+        for _ in range(count):
+            record = (np.round(random.uniform(-9, 9, formatted.width)) + 0.0).tolist()
+            for each in (formatted, assembled):
+                each.add(position, [record] * 2)
+            position += 1
+        text = formatted.text(position)
+        assert text == assembled.text(position)
+        assert json.loads(text)['p"%b']["positions"] == list(range(position - count, position))
+    assert {3, 8} <= {count for group in formatted.stream._groups for count in group._templates}
+
+
 @pytest.mark.parametrize("assembled", [False, True])
 def test_tokens_outside_of_a_part(assembled: bool) -> None:
     """Catches values of tokens outside of the part of the output to which a readout is restricted."""
@@ -181,6 +202,11 @@ def test_tokens_outside_of_a_part(assembled: bool) -> None:
         record[column] = float(position == 2)
         own.add(position, [record] * 2)
         assert list(json.loads(own.text(position + 1))) == (["p", "part"] if position == 2 else ["p"])
+    for position in (3, 4, 5):
+        record[column] = float(position != 4)
+        own.add(position, [record] * 2)
+    found = json.loads(own.text(6))
+    assert found["p"]["positions"] == [3, 4, 5] and found["part"]["positions"] == [3, 5]
 
 
 def test_numbers_of_a_step_are_formatted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,9 @@ def test_the_newest_record_stays_in_a_full_buffer(monkeypatch: pytest.MonkeyPatc
         record = np.array([[0, position]], dtype=np.float32).view(np.uint8)
         index = RowIndex(("a",), ((2,),), RECORDS)
         receiver.add_step(StepRows(index, np.array([position]), np.array([1]), record))
-        assert receiver.record_json("a", position, take=False) == [b"0.0", b"%d.0" % position]
+        assert receiver.record_json("a", position, position + 1, take=False) == [[b"0.0", b"%d.0" % position]]
+    assert receiver.record_json("a", 6, 8, take=False) == [[b"0.0", b"6.0"], [b"0.0", b"7.0"]]
+    assert receiver.record_json("a", 4, 8, take=False) is None, "the assembler has the records of 4 and 5"
 
 
 def test_chunks_own_their_memory() -> None:

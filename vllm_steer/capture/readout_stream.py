@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +25,8 @@ from vllm_steer.request.selector import Interval
 
 _encode = msgspec.json.Encoder().encode
 _NUMBER = re.compile(rb"\d+(?:\.0)?")
+_MAX_POSITIONS = 8
+"""Tokens of one event up to which templates are made; an event of a slow client can have more."""
 
 
 class ReadoutStream:
@@ -80,14 +83,14 @@ class ReadoutStream:
             forwarded: See `next_delta`.
             drop: Whether records are not read again.
         """
-        position = forwarded - 1
-        if position == self._next_position:
-            # Hot path: one new token, whose numbers have been formatted for all requests of the step at once.
-            covering = [group for group in self._groups if group.covers(position)]
-            numbers = receiver.record_json(request_id, position, take=drop) if covering else None
-            if numbers is not None or not covering:
+        first = self._next_position
+        if 0 < forwarded - first <= _MAX_POSITIONS:
+            # Hot path: new tokens of decoding steps, whose numbers are formatted for all requests of a step at once.
+            covering = [group for group in self._groups if group.covers_any(first, forwarded)]
+            records = receiver.record_json(request_id, first, forwarded, take=drop) if covering else []
+            if records is not None:
                 self._next_position = forwarded
-                return b"" if numbers is None else self._fill(covering, position, numbers)
+                return self._fill(covering, first, records)
         receiver.flush(request_id)
         values = self.next_delta(forwarded, drop=drop)
         found = {name: each for name, each in self.to_json(values).items() if each["positions"]}
@@ -123,17 +126,54 @@ class ReadoutStream:
             if group.part:
                 wanted &= _columns(records, group.part, 1)[:, 0] != 0
             chosen, rows = positions[wanted], records[wanted]
-            for readout, column in group.readouts:
+            for readout, column in group.members:
                 found[readout.name] = _values(readout, chosen.copy(), _columns(rows, column, readout.width))
         return found
 
-    def _fill(self, covering: list[_Group], position: int, numbers: list[bytes]) -> bytes:
-        """Return the JSON of one position with the numbers of its record, behind which the position is put."""
-        for column in self._indices:
-            numbers[column] = numbers[column][:-2]  # an integer
-        numbers[self.program.layout.width :] = (b"%d" % position,)  # records are as wide as the widest of their step
-        members = [group.fill(numbers) for group in covering if not group.part or numbers[group.part] != b"0.0"]
+    def _fill(self, covering: list[_Group], first: int, records: list[list[bytes]]) -> bytes:
+        """Return the JSON of some positions with the numbers of their records, behind which the positions are put."""
+        width = self.program.layout.width
+        for position, numbers in enumerate(records, first):
+            for column in self._indices:
+                numbers[column] = numbers[column][:-2]  # an integer
+            numbers[width:] = (b"%d" % position,)  # records are as wide as the widest of their step
+        members = [filled for group in covering if (filled := group.fill(first, records))]
         return b"{%b}" % b",".join(members) if members else b""
+
+
+class _Template(NamedTuple):
+    """JSON of a group's readouts at a number of positions."""
+
+    parts: list[bytes]
+    """Text and places of numbers in turn."""
+    choose: Callable[[list[bytes]], tuple[bytes, ...]]
+    """Returns the number of each place from the records, each with its position behind it."""
+    indices: frozenset[int]
+    """Columns of the first record that hold integers."""
+
+
+_Members = tuple[tuple[CompiledReadout, int], ...]
+"""Readouts with their first columns."""
+
+
+@lru_cache(maxsize=512)
+def _template(members: _Members, width: int, count: int) -> _Template:
+    """Return the template for ``count`` positions of records with ``width`` columns."""
+    stride = width + 1
+    places = np.arange(count * stride, dtype=np.float32).reshape(count, stride)
+    texts, columns, indices = [b""], list[int](), set[int]()
+    for readout, first in members:
+        values = _values(readout, places[:, width].astype(np.int64), places[:, first : first + readout.width].copy())
+        sample = _encode(values.to_json(readout.kind.columns))
+        before, *behind = _NUMBER.split(sample)
+        texts[-1] += b"%b%b:%b" % (b"," if columns else b"", _encode(readout.name), before)
+        texts += behind
+        found = _NUMBER.findall(sample)
+        columns += [int(float(each)) for each in found]
+        indices.update(int(each) for each in found if not each.endswith(b".0"))
+    parts = [b""] * (2 * len(columns) + 1)
+    parts[::2] = texts
+    return _Template(parts, itemgetter(*columns), frozenset(each for each in indices if each < width))
 
 
 class _Group:
@@ -142,42 +182,46 @@ class _Group:
     Args:
         intervals: Positions that they return.
         part: Column that is 0 for other tokens; 0 for none.
-        readouts: The readouts with their first columns.
+        members: The readouts with their first columns.
         width: Number of columns of a record.
     """
 
-    def __init__(
-        self, intervals: tuple[Interval, ...], part: int, readouts: list[tuple[CompiledReadout, int]], width: int
-    ) -> None:
-        self.intervals, self.part, self.readouts = intervals, part, readouts
-        self.indices: set[int] = set()
+    def __init__(self, intervals: tuple[Interval, ...], part: int, members: _Members, width: int) -> None:
+        self.intervals, self.part, self.members = intervals, part, members
+        self._width = width
+        # Selectors can be lists, which have no hash; the text does not depend on them.
+        self._key = tuple((msgspec.structs.replace(readout, tokens="all"), first) for readout, first in members)
+        single = _template(self._key, width, 1)
+        self._templates = {1: single}
+        self.indices = single.indices
         """Columns that hold integers."""
-        # The JSON of one position, as text and columns in turn; the position itself is behind the columns.
-        texts, columns = [b""], list[int]()
-        for readout, first in readouts:
-            numbers = np.arange(first, first + readout.width, dtype=np.float32)
-            sample = _encode(_values(readout, np.array([width]), numbers[None]).to_json(readout.kind.columns))
-            before, *behind = _NUMBER.split(sample)
-            texts[-1] += b"%b%b:%b" % (b"," if columns else b"", _encode(readout.name), before)
-            texts += behind
-            found = _NUMBER.findall(sample)
-            columns += [int(float(each)) for each in found]
-            self.indices.update(int(each) for each in found[1:] if not each.endswith(b".0"))
-        self._parts = [b""] * (2 * len(columns) + 1)
-        self._parts[::2] = texts
-        self._choose = itemgetter(*columns)
 
-    def covers(self, position: int) -> bool:
-        """Return whether the readouts may return a position."""
-        for start, stop in self.intervals:  # noqa: SIM110  # hot path: faster than any()
-            if start <= position < stop:
+    def covers_any(self, first: int, stop: int) -> bool:
+        """Return whether the readouts may return a position from ``first`` up to ``stop``."""
+        for start, end in self.intervals:  # noqa: SIM110  # hot path: faster than any()
+            if start < stop and first < end:
                 return True
         return False
 
-    def fill(self, row: list[bytes]) -> bytes:
-        """Return the members of a JSON object with the numbers of a record and its position."""
-        parts = self._parts
-        parts[1::2] = self._choose(row)
+    def fill(self, first: int, records: list[list[bytes]]) -> bytes:
+        """Return the members of a JSON object with the numbers of consecutive records; empty if none is returned."""
+        part, intervals = self.part, self.intervals
+        if part or len(records) > 1:
+            positions = enumerate(records, first)
+            records = [
+                numbers
+                for position, numbers in positions
+                if any(start <= position < end for start, end in intervals)
+                and not (part and numbers[part] == b"0.0")
+            ]  # fmt: skip
+            if not records:
+                return b""
+        count = len(records)
+        template = self._templates.get(count)
+        if template is None:
+            template = self._templates[count] = _template(self._key, self._width, count)
+        parts = template.parts.copy()
+        parts[1::2] = template.choose(records[0] if count == 1 else [*chain.from_iterable(records)])
         return b"".join(parts)
 
 
@@ -185,7 +229,7 @@ def _groups(program: Program, prompt_len: int) -> Iterator[_Group]:
     layout = program.layout
     readouts = zip(program.readouts, layout.readouts, strict=True)
     for (_, parts), group in groupby(readouts, lambda each: (each[0].tokens, each[0].parts)):
-        members = list(group)
+        members = tuple(group)
         intervals = members[0][0].selector.intervals(prompt_len)
         yield _Group(intervals, layout.parts[parts] if parts else 0, members, layout.width)
 

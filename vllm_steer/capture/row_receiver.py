@@ -80,26 +80,34 @@ class RowReceiver:
             num_rows_outputs += 1
         return outputs[num_rows_outputs:]
 
-    def record_json(self, request_id: str, position: int, *, take: bool) -> list[bytes] | None:
-        """Return each number of a request's newest record as JSON; None if the record is of another position.
+    def record_json(self, request_id: str, first: int, stop: int, *, take: bool) -> list[list[bytes]] | None:
+        """Return each number of a request's newest records as JSON, or None if they are of other positions.
 
         Hot path: without the lock, because steps are added in the caller's thread, and none is dropped by another
         thread while this request collects.
 
         Args:
             request_id: The request.
-            position: The position.
-            take: Whether the request's assembler does not get the records up to this one.
+            first: The first position.
+            stop: The position after the last one.
+            take: Whether the request's assembler does not get the records up to the last one.
         """
         if request_id not in self._assemblers:
             return None
+        found: list[list[bytes]] = []
         for step in reversed(self._steps):
             if step.index.projection == RECORDS and request_id in step.index.entries_by_request:
-                found = step.record_json(request_id, position)
-                if take and found is not None:
-                    self._num_taken[request_id] = len(self._steps)
-                return found
-        return None
+                numbers = step.record_json(request_id, stop - 1 - len(found))
+                if numbers is None:
+                    return None
+                found.append(numbers)
+                if len(found) == stop - first:
+                    break
+        else:
+            return None
+        if take:
+            self._num_taken[request_id] = len(self._steps)
+        return found[::-1]
 
     def flush(self, request_id: str) -> None:
         """Pass the buffered rows of a request to its assembler."""
