@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_steer.engine.pinned_writer import PinnedTableWriter
+from vllm_steer.engine.pinned_writer import PinnedTableWriter, flush_writers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -38,11 +38,28 @@ def test_writes_rows_at_flush(device: str, shape: tuple[int, ...], dtype: torch.
     writer.put(4, values[2])
     writer.put(0, values[1])
     assert (table == 77).all()
-    writer.flush()
+    flush_writers([writer])
     expected = torch.full((6, *shape), 77, dtype=dtype)
     for row, value in ((1, values[0]), (4, values[2]), (0, values[1])):
         expected[row] = torch.tensor(np.array(value), dtype=dtype)
     assert torch.equal(table.cpu(), expected)
     table.fill_(0)
-    writer.flush()
+    flush_writers([writer])
     assert not table.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_writes_all_tables(device: str) -> None:
+    """Catches values of one table in another, and a row of odd length that shifts the parts behind it."""
+    shapes = {(3,): torch.int32, (): torch.float32, (5,): torch.float32, (2, 2): torch.int64, (1,): torch.int32}
+    tables = [torch.zeros(7, *shape, dtype=dtype, device=device) for shape, dtype in shapes.items()]
+    writers = [PinnedTableWriter(table) for table in tables]
+    expected = [table.clone() for table in tables]
+    for number, (writer, wanted) in enumerate(zip(writers, expected, strict=True)):
+        for row in range(number + 1, 7) if number != 2 else ():
+            value = np.full(wanted.shape[1:], 100 * number + row).tolist()
+            writer.put(row, value)
+            wanted[row] = torch.tensor(value)
+    flush_writers(writers)
+    for table, wanted in zip(tables, expected, strict=True):
+        assert torch.equal(table, wanted)

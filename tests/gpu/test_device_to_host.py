@@ -11,6 +11,7 @@ import torch
 
 from vllm_steer.capture.step_plan import CapturePlan, RowStream
 from vllm_steer.capture.step_rows import RowIndex
+from vllm_steer.engine import device_to_host
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, Transfer
 from vllm_steer.taps.projection_kernel import launch_products
 
@@ -55,8 +56,15 @@ def rows_arrive_unchanged(form: str, *, late: str) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_small_rows_arrive_unchanged(form: str) -> None:
+    """Catches a copy on the main stream that the next step overtakes."""
+    assert rows_arrive_unchanged(form, late="main")
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_copy_waits_for_the_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a copy that does not wait for its step. Negative control: without the wait, other rows arrive."""
+    monkeypatch.setattr(device_to_host, "SMALL_BYTES", 0)
     assert rows_arrive_unchanged(form, late="main")
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
     assert not rows_arrive_unchanged(form, late="main")
@@ -65,6 +73,7 @@ def test_copy_waits_for_the_step(form: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("form", FORMS)
 def test_memory_is_not_reused_during_the_copy(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches source memory that is reused before its copy. Negative control: without ``record_stream``, it is."""
+    monkeypatch.setattr(device_to_host, "SMALL_BYTES", 0)
     assert rows_arrive_unchanged(form, late="copy")
 
     def forgotten(self: Any, stream: Any) -> None: ...

@@ -4,7 +4,8 @@
 The rows are first copied on the main stream, which frees the arena for the next step. If a request captures
 projections, the product of the rows with its directions replaces the copy, so only k numbers per row are transferred.
 The result then goes to pinned memory on a side stream, with one device-to-host copy per :class:`Transfer`, however many
-sites and requests the step has. Rows are split by request only after they have arrived, off the thread that launches
+sites and requests the step has; a small one stays on the main stream, since its copy takes less time there than the
+host needs to switch streams. Rows are split by request only after they have arrived, off the thread that launches
 the next step whenever vLLM processes outputs asynchronously.
 
 The side stream must not run kernels: once a second stream has run any, an H200 takes longer between the kernels of
@@ -29,6 +30,8 @@ from vllm_steer.taps.projection import products_at
 Products: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """A function with the signature and result of :func:`vllm_steer.taps.projection.products_at`."""
 _MAX_CACHED_UPLOADS = 64
+SMALL_BYTES = 64 << 10
+"""Size of a step's rows up to which they are copied on the main stream: a few microseconds of its time."""
 
 
 @dataclass(frozen=True)
@@ -146,25 +149,32 @@ class DeviceToHostCopier:
         parts = {transfer.projection: self._gather(stored, transfer) for transfer in transfers}
         if self._stream is None:
             return PendingRows(plan, parts, position)
-        buffers = self._take_buffers(
-            sum(part.nbytes for part in parts.values()), 0 if position is None else len(position)
-        )
-        rows: dict[bytes, torch.Tensor] = {}
+        num_bytes = sum(part.nbytes for part in parts.values())
+        buffers = self._take_buffers(num_bytes, 0 if position is None else len(position))
+        if num_bytes <= SMALL_BYTES:
+            return self._copy(parts, position, plan, buffers, torch.Tensor.copy_)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            begin = 0
-            for projection, part in parts.items():
-                end = begin + part.nbytes
-                rows[projection] = self._copy(part, buffers.rows[begin:end].view(part.shape))
-                begin = end
-            host_position = None if position is None else self._copy(position, buffers.position[: len(position)])
-            buffers.event.record()
-        return PendingRows(plan, rows, host_position, buffers.event, lambda: self._free.append(buffers))
+            return self._copy(parts, position, plan, buffers, _copy_on_side_stream)
 
-    def _copy(self, source: torch.Tensor, pinned: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor on the side stream, which is the current stream."""
-        source.record_stream(torch.cuda.current_stream())
-        return pinned.copy_(source, non_blocking=True)
+    def _copy(
+        self,
+        parts: Mapping[bytes, torch.Tensor],
+        position: torch.Tensor | None,
+        plan: CapturePlan | UncertainPlan,
+        buffers: _PinnedBuffers,
+        copy: Callable[..., torch.Tensor],
+    ) -> PendingRows:
+        """Enqueue the copies to pinned memory on the current stream."""
+        rows: dict[bytes, torch.Tensor] = {}
+        begin = 0
+        for projection, part in parts.items():
+            end = begin + part.nbytes
+            rows[projection] = copy(buffers.rows[begin:end].view(part.shape), part, non_blocking=True)
+            begin = end
+        host = None if position is None else copy(buffers.position[: len(position)], position, non_blocking=True)
+        buffers.event.record()
+        return PendingRows(plan, rows, host, buffers.event, lambda: self._free.append(buffers))
 
     def _gather(self, stored: torch.Tensor, transfer: Transfer) -> torch.Tensor:
         """Return a new tensor ``[n, bytes of a row]`` uint8 with the rows of one transfer."""
@@ -199,3 +209,9 @@ class DeviceToHostCopier:
             torch.empty(1 << num_tokens.bit_length(), dtype=torch.int64, pin_memory=True),
             torch.cuda.Event(blocking=True),
         )
+
+
+def _copy_on_side_stream(pinned: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+    """Copy on the current stream a tensor whose memory another stream allocated."""
+    source.record_stream(torch.cuda.current_stream())
+    return pinned.copy_(source, non_blocking=non_blocking)

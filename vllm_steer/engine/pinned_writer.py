@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batched writes to rows of a device table."""
+"""Batched writes to rows of device tables."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
+
+_ALIGNMENT = 16
+"""Bytes to which each part of an upload is aligned, so that it can be viewed in any dtype."""
 
 
 class PinnedTableWriter:
@@ -17,30 +21,53 @@ class PinnedTableWriter:
     """
 
     def __init__(self, table: torch.Tensor) -> None:
-        self._table = table
-        self._values: dict[int, Any] = {}
+        self.table = table
+        self.values: dict[int, Any] = {}
 
     def put(self, row: int, value: Any) -> None:
         """Set one row of the table to ``value``, an array or sequence with the shape of a row."""
-        self._values[row] = value
+        self.values[row] = value
 
-    def flush(self) -> None:
-        """Enqueue the writes on the current stream, behind the steps in flight, as two uploads."""
-        if not self._values:
-            return
-        rows = self._upload([np.fromiter(self._values, np.int64, len(self._values))], torch.int64)[0]
-        self._table.index_copy_(0, rows, self._upload(list(self._values.values()), self._table.dtype))
-        self._values.clear()
 
-    def _upload(self, values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        """Copy values to the device without a sync.
+def flush_writers(writers: Iterable[PinnedTableWriter]) -> None:
+    """Enqueue the writes to all tables on the current stream, behind the steps in flight, as one upload without a sync.
 
-        Values are stacked in pinned memory. PyTorch's caching host allocator reuses it only after the copy.
-        """
-        pinned = self._table.device.type == "cuda"
-        tensor = torch.empty((len(values), *np.shape(values[0])), dtype=dtype, device="cpu", pin_memory=pinned)
-        if isinstance(values[0], np.ndarray):
-            np.stack(values, out=tensor.numpy())
+    Row numbers and values are put together in pinned memory. PyTorch's caching host allocator reuses it only after
+    the copy.
+    """
+    waiting = [writer for writer in writers if writer.values]
+    if not waiting:
+        return
+    places, size = [], 0
+    for writer in waiting:
+        count, table = len(writer.values), writer.table
+        behind = size + _aligned(8 * count)
+        places.append((size, behind))
+        size = behind + _aligned(count * table[0].nbytes)
+    device = waiting[0].table.device
+    host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    for writer, place in zip(waiting, places, strict=True):
+        rows, values = (part.numpy() for part in _views(host, writer, *place))
+        rows[:] = np.fromiter(writer.values, np.int64, len(writer.values))
+        given = list(writer.values.values())
+        if isinstance(given[0], np.ndarray):
+            np.stack(given, out=values)
         else:
-            tensor.numpy()[...] = values
-        return tensor.to(self._table.device, non_blocking=True) if pinned else tensor
+            values[...] = given
+    uploaded = host.to(device, non_blocking=True) if device.type == "cuda" else host
+    for writer, place in zip(waiting, places, strict=True):
+        writer.table.index_copy_(0, *_views(uploaded, writer, *place))
+        writer.values.clear()
+
+
+def _views(data: torch.Tensor, writer: PinnedTableWriter, rows: int, values: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row numbers and the values of a writer within an upload, given where they start."""
+    count, table = len(writer.values), writer.table
+    return (
+        data[rows : rows + 8 * count].view(torch.int64),
+        data[values : values + count * table[0].nbytes].view(table.dtype).view(count, *table.shape[1:]),
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -19,7 +19,7 @@ import torch
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.live_strengths import LiveStrengths
 from vllm_steer.engine.operand_runs import OperandRuns
-from vllm_steer.engine.pinned_writer import PinnedTableWriter
+from vllm_steer.engine.pinned_writer import PinnedTableWriter, flush_writers
 from vllm_steer.engine.record_keeper import Replay
 from vllm_steer.engine.request_ranges import RequestRanges
 from vllm_steer.params import live_id, program_bytes
@@ -359,8 +359,7 @@ class ProgramStore:
         users = np.zeros(self.tables.head.shape[1], dtype=np.int32)
         users[self._head_index] = self.tables.site_users
         self._head.put(0, users)
-        for staged in self._staged:
-            staged.flush()
+        flush_writers(self._staged)
         self._operands.flush()
 
     def _place(self, resolved: Resolved, program: Program) -> _PlacedSegments:
