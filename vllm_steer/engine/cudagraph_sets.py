@@ -11,8 +11,8 @@ the piecewise wrappers. Only the first two sets have piecewise graphs. The taps 
 the others, and launch overhead matters most in small steps, so that set and those of layer ranges only have the full
 graphs of small batches.
 
-Sets with taps have graphs of fewer batch sizes than vLLM's, so steered steps are padded a little more. Matrix products
-handle rows in tiles of at least 64, and small batches wait for weights, so the padding takes hardly any time.
+Sets with taps have graphs of fewer batch sizes than vLLM's, so steered steps are padded a little more. Small batches
+wait for weights, so their padding takes hardly any time; from about 150 tokens on, a step takes longer with each token.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def capture_on_one_stream(original: Callable[..., Any], device: torch.device) ->
 def larger_batches(batches: Sequence[Any]) -> dict[Any, Any]:
     """Return the batch descriptors without a graph in sets with taps, and which descriptor is used for each.
 
-    It is the largest of the same kind up to the next multiple of 16, 32 or 64 tokens. Up to 8 tokens, all remain.
+    It is the largest of the same kind up to the next multiple of 16 or 32 tokens. Up to 8 tokens, all remain.
     """
     found: dict[Any, Any] = {}
     for batch in batches:
@@ -331,7 +331,7 @@ def larger_batches(batches: Sequence[Any]) -> dict[Any, Any]:
 
 
 def _size_step(tokens: int) -> int:
-    return next((step for most, step in ((8, 1), (64, 16), (256, 32)) if tokens <= most), 64)
+    return next((step for most, step in ((8, 1), (64, 16)) if tokens <= most), 32)
 
 
 def _kind(batch: Any) -> dict[str, Any]:
