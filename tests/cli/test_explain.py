@@ -74,7 +74,7 @@ def test_says_where_and_how_much(tmp_path: Path, calm: str) -> None:
 def test_explains_an_expression(tmp_path: Path, calm: str) -> None:
     """Catches an expression that is refused although a server takes it, and a dose that is not the one that it has."""
     lines = lines_of(run(tmp_path, {"steering": "- 0.7 calm@first:20"}, calm))
-    assert "steering[0] add post_block of layer 2 {'generated': [[0, 20]]} -0.7 -14 -0.7" in lines
+    assert "steering[0] add post_block of layer 2 {'generated': [[0, 20]]} -14 -14 -0.7" in lines
     assert "max_rows 1 1024" in lines
 
 

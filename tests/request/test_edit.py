@@ -17,6 +17,7 @@ import torch
 from tests import memory
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.registry.directions import Direction, Directions
 from vllm_steer.request import KINDS, Edit, Selector, parse_fields
 
 VECTOR = [3.0, 4.0]
@@ -323,6 +324,34 @@ def test_hints_for_names_do_not_contradict_themselves(point: str, words: str) ->
     with pytest.raises(SteeringError) as refused:
         Edit("add", point=point, vector=[1.0])
     assert refused.value.problem.startswith(f"{point!r} {words}")
+
+
+LENGTHS = Directions({2: Direction("post_block", 2, np.float32([0.6, 0.8]), 20.0, distance=5.0)}, "m", "", {})
+
+
+@pytest.mark.parametrize("vector", [LENGTHS, LENGTHS[2]])
+def test_a_dose_is_in_lengths_of_the_stream(vector: Any) -> None:
+    """Catches a dose taken for a strength or multiplied by the vector's length, and one that is applied twice."""
+    edit = make(vector=vector, dose=-0.5)
+    assert edit == make(vector=LENGTHS[2].vector, strength=-0.5 * 20 / 5)
+    assert np.linalg.norm(edit.strength * edit.vector) == pytest.approx(10) and edit.dose is None
+    assert make(**edit.to_wire()) == edit == pickle.loads(pickle.dumps(edit))
+    assert make(vector=vector, strength=3) == make(vector=[3.0, 4.0], strength=3)
+    assert make(vector=vector, kind="ablate").kind == "ablate"
+
+
+def test_doses_without_a_meaning_are_refused() -> None:
+    """Catches a strength or a length that is guessed, a vector of another site, and a strength out of bounds."""
+    assert_refused("dose", "an array does not tell; use a vector of a file made with `vllm-steer make`", dose=0.5)
+    unknown = Direction("post_block", 2, np.float32([0.6, 0.8]), math.nan)
+    assert_refused("dose", "the vector of post_block[2] does not tell", vector=unknown, dose=0.5)
+    assert_refused("dose", "cannot be combined with strength; give one", vector=LENGTHS, dose=0.5, strength=1.0)
+    assert_refused("dose", "is not a parameter of ablate, only of add", vector=LENGTHS, dose=0.5, kind="ablate")
+    assert_refused("layers", "has no vector of layer 3; use one of 2", vector=LENGTHS, dose=0.5, layers=3)
+    assert_refused("layers", "must be one layer", "send one edit for each layer", vector=LENGTHS, layers="all")
+    assert_refused("point", "is pre_attn, but the vectors are of post_block", vector=LENGTHS, point="pre_attn")
+    assert_refused("dose", "must be finite and at most", vector=LENGTHS, dose=3e38)
+    assert_refused("dose", "must be a number", vector=LENGTHS, dose="0.5")
 
 
 def test_the_kind_may_be_the_first_argument() -> None:

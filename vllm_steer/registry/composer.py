@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.models.sae_features import FeatureReader
@@ -29,12 +30,20 @@ from vllm_steer.params import (
 from vllm_steer.program import Program, compile_program, join, with_source
 from vllm_steer.program.bind import bind_names
 from vllm_steer.program.feature import FeatureVectors, SaeSite
+from vllm_steer.registry.directions import Direction, Directions
 from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.request import CaptureSpec, NamedProjection, Projection, Vector
 from vllm_steer.request.probe import Probe
-from vllm_steer.request.references import GLOBAL_SOURCE, MODULES_FIELD, ProbeReference, Reference, parse_probe
+from vllm_steer.request.references import (
+    GLOBAL_SOURCE,
+    MODULES_FIELD,
+    ProbeReference,
+    Reference,
+    parse_probe,
+    parse_reference,
+)
 
 _COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY, IDLE_KEY)
 _CACHE_SIZE = 256
@@ -113,14 +122,32 @@ def resolve_probes(
     )
 
 
-def find_probe(name: object, snapshot: Snapshot, field: str) -> Vector:
-    """Return the direction that ``name``, written ``module/probe``, refers to.
+def find_vector(name: object, snapshot: Snapshot, field: str, *, dosed: bool) -> Vector | Direction | Directions:
+    """Return what the vector ``name`` of an edit refers to.
+
+    Args:
+        name: ``module`` for its vectors, or ``module/probe`` for the direction of a probe.
+        snapshot: The registry.
+        field: Path of the name, for errors.
+        dosed: Whether the edit has a dose, so that a probe needs the site for which it was made.
 
     Raises:
         UnknownModuleError: The module is unknown.
-        SteeringError: The name has another form, or the module has no such probe.
+        SteeringError: The name has another form, the module has other edits or no such probe, or a dose has no meaning.
     """
-    return _find(parse_probe(name, field), snapshot, field).direction(name, field)
+    if not (isinstance(name, str) and "/" in name):
+        return snapshot.directions(snapshot.find(parse_reference(name, field), field)[1], name, field)
+    reference = parse_probe(name, field)
+    probe = _find(reference, snapshot, field)
+    weights = probe.direction(name, field)
+    if not dosed:
+        return weights
+    length = float(np.linalg.norm(weights))
+    if probe.point is None or probe.layer is None or not length:
+        problem = f"the probe {name} has no point, layer or length, so a dose has no meaning; give a strength"
+        raise SteeringError(field, problem)
+    stream = snapshot.find(reference.module, field)[1].metadata.streams.get(probe.layer, float("nan"))
+    return Direction(probe.point, probe.layer, weights / np.float32(length), stream, length)
 
 
 @dataclass(frozen=True)

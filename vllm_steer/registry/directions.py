@@ -15,11 +15,13 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import PointName
-from vllm_steer.registry.metadata import ModuleMetadata, parse_metadata
+from vllm_steer.registry.metadata import ModuleMetadata, encode_streams, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.vector_files import read_vector_file, write_vector_file
 from vllm_steer.request import Edit
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.request.capture_source import no_dose
+from vllm_steer.request.scalars import shown
+from vllm_steer.request.sites import Layers
 
 Array: TypeAlias = npt.NDArray[np.float32]
 WITHOUT_FIRST = ((1, None),)
@@ -57,13 +59,19 @@ class Direction:
         """Dose of `vector` with strength 1."""
         return self.distance / self.stream
 
+    def strength(self, dose: float) -> float:
+        """Return the strength with which `vector` adds a dose; raise SteeringError if `stream` is unknown."""
+        if not self.stream > 0:
+            raise no_dose(f"the vector of {self.point}[{self.layer}]")
+        return dose * self.stream / self.distance
+
+    def direction_at(self, point: str | None, layers: Layers) -> Direction:
+        """Return this direction; raise SteeringError for another site."""
+        return Directions({self.layer: self}, "", "", {}).direction_at(point, layers)
+
     def add(self, dose: float, **fields: Any) -> Edit:
         """Return the edit that adds a dose of the direction; ``fields`` are further arguments of `Edit`."""
-        if not self.stream > 0:
-            problem = f"of layer {self.layer} was read from a file that does not tell the length of the stream"
-            raise SteeringError("direction", f"{problem}; make it with make, or use a strength instead of a dose")
-        vector = self.unit * np.float32(self.stream)
-        return Edit("add", point=self.point, layers=self.layer, vector=vector, strength=dose, **fields)
+        return Edit("add", point=self.point, layers=self.layer, vector=self, dose=dose, **fields)
 
     def clamp(self, **fields: Any) -> Edit:
         """Return the edit that holds the stream's component along the direction at the midpoint of the classes.
@@ -124,6 +132,21 @@ class Directions(Mapping[int, Direction]):
         """The hook point."""
         return next(iter(self.values())).point
 
+    def direction_at(self, point: str | None, layers: Layers) -> Direction:
+        """Return the direction for an edit of one layer.
+
+        Raises:
+            SteeringError: The edit has several layers, or another site than the directions.
+        """
+        if isinstance(layers, str) or len(layers) != 1:
+            problem = f"must be one layer, whose vector is taken, not {shown(layers)}"
+            raise SteeringError("layers", f"{problem}; send one edit for each layer, or an expression")
+        if point != self.point:
+            raise SteeringError("point", f"is {point}, but the vectors are of {self.point}; use that point")
+        if (layer := int(layers[0])) not in self:
+            raise SteeringError("layers", f"has no vector of layer {layer}; use one of {', '.join(map(str, self))}")
+        return self[layer]
+
     @property
     def best(self) -> int:
         """The layer with the largest AUROC; of equal ones, the middle one."""
@@ -153,15 +176,13 @@ class Directions(Mapping[int, Direction]):
             )
         if len(points := {edit.point for edit in module.base}) > 1:
             raise SteeringError("vectors", f"{name} has vectors at {', '.join(map(str, points))}; use one hook point")
-        streams = parse_json(metadata.provenance.get("stream", "{}"), f"{name}: provenance.stream")
-        found = {}
+        found, streams = {}, metadata.streams
         for edit in module.base:
             layer, distance = int(edit.layers[0]), float(np.linalg.norm(edit.vector)) * edit.strength
             if not distance or edit.point is None:
                 raise SteeringError("vectors", f"{name} has a vector of zeros at layer {layer}; remove it")
             unit = (edit.vector * np.float32(edit.strength / abs(distance))).astype(np.float32)
-            stream = streams.get(str(layer)) if isinstance(streams, dict) else None
-            length = float(stream) if isinstance(stream, (int, float)) else float("nan")
+            length = streams.get(layer, float("nan"))
             found[layer] = Direction(edit.point, layer, unit, length, abs(distance))
         return cls(found, metadata.model or "", metadata.provenance.get("method", ""), metadata.provenance)
 
@@ -179,9 +200,8 @@ class Directions(Mapping[int, Direction]):
         if missing := [layer for layer in chosen if layer not in self]:
             raise SteeringError("layers", f"has no direction of layer {missing[0]}; use some of {list(self)}")
         vectors = {self.point: {str(layer): self[layer].vector for layer in chosen}}
-        streams = {str(layer): float(f"{self[layer].stream:.6g}") for layer in chosen}
         aurocs = {str(layer): round(self[layer].auroc, 4) for layer in chosen}
-        about = {**self.provenance, "stream": json.dumps(streams), "auroc": json.dumps(aurocs)}
+        about = {**self.provenance, "stream": encode_streams({layer: self[layer].stream for layer in chosen}), "auroc": json.dumps(aurocs)}
         save_module(path, {"base": vectors}, self.model, {"method": self.method, **about})
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +26,21 @@ class ModuleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Model that the vectors were computed for."""
     provenance: dict[str, str] = {}
     """Origin of the vectors, as free-form keys and values."""
+
+    @property
+    def streams(self) -> dict[int, float]:
+        """Median length of the stream by layer, from the JSON object in ``provenance["stream"]``; else empty."""
+        try:
+            found = msgspec.json.decode(self.provenance.get("stream", "{}"), type=dict[int, float])
+        except msgspec.DecodeError:
+            return {}
+        return {layer: length for layer, length in found.items() if 0 < length < math.inf}
+
+
+def encode_streams(lengths: Mapping[int, float]) -> str:
+    """Return the text of ``provenance["stream"]``, without lengths that are not known."""
+    known = {str(layer): float(f"{length:.6g}") for layer, length in lengths.items() if length > 0}
+    return json.dumps(known)
 
 
 def parse_metadata(given: Mapping[str, Any]) -> ModuleMetadata:

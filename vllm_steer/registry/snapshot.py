@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from vllm_steer.errors import SteeringError
 from vllm_steer.limits import REGISTRY_MIB
 from vllm_steer.program import Program, join, scaled, with_source
+from vllm_steer.registry.directions import Directions
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.index import (
     GlobalSteeringState,
@@ -66,6 +68,14 @@ class Snapshot:
                 "name are kept: omit the digest to use the newest, or register the content again",
             )
         return ResolvedModule(reference.name, found.digest, reference.scale), found
+
+    def directions(self, version: ModuleVersion, name: object, field: str) -> Directions:
+        """Return the vectors of a module; raises ``SteeringError`` if it has other edits."""
+        module = self.content(version.digest)
+        try:
+            return Directions.of(module, version.metadata, str(name))
+        except SteeringError as error:
+            raise SteeringError(field, error.problem) from None
 
     @cached_property
     def _by_digest(self) -> dict[str, ModuleVersion]:

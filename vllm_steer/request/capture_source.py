@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of an earlier capture as the rows of a `replace` edit."""
+"""Vectors of edits from elsewhere: rows of an earlier capture, and directions of files and modules."""
 
 from __future__ import annotations
 
@@ -29,15 +29,21 @@ class StoredRowsForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModuleRowsForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A direction of a registered module."""
+    """A vector of a registered module."""
 
-    module: Annotated[str, msgspec.Meta(description="`module/probe`, the name of a module and of a probe in it.")]
+    module: Annotated[
+        str,
+        msgspec.Meta(
+            description="`module`, the name of a module, for its vector of the edit's site times its scale, or "
+            "`module/probe`, the name of a probe in it."
+        ),
+    ]
 
 
 VECTOR_FIELD = msgspec.Meta(
     description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
     "each of the n positions in `tokens` in ascending order, and, over HTTP, the id of a stored capture instead. "
-    "Over HTTP, every kind but `feature` takes the name of a module's probe instead of a vector.",
+    "Over HTTP, every kind but `feature` takes the name of a module or of a module's probe instead of a vector.",
     extra_json_schema=any_of(
         Annotated[list[float | list[float]], msgspec.Meta(min_length=1, max_length=MAX_WIDTH)],
         PackedVector,
@@ -66,6 +72,41 @@ def refuse_names(vector: object, *, takes_matrix: bool) -> None:
         "vector",
         "refers to rows or to a module on a server, which Edit(...) cannot look up; in a request to that server write "
         "the edit as a plain dict; offline pass the CaptureResult or an array",
+    )
+
+
+class SiteDirection(Protocol):
+    """A direction of one site, such as a `Direction` of the registry."""
+
+    @property
+    def vector(self) -> npt.NDArray[np.float32]:
+        """The vector."""
+        ...
+
+    def strength(self, dose: float) -> float:
+        """Return the strength with which the vector adds a dose."""
+        ...
+
+
+class DirectionSource(Protocol):
+    """Directions by site, such as the `Directions` of a file."""
+
+    def direction_at(self, point: str | None, layers: Any, /) -> SiteDirection:
+        """Return the direction for an edit of one layer; raise SteeringError if there is none."""
+        ...
+
+
+def has_directions(value: object) -> TypeGuard[DirectionSource]:
+    """Return whether ``value`` has directions by site."""
+    return hasattr(type(value), "direction_at")
+
+
+def no_dose(vector: str) -> SteeringError:
+    """Return the error of a dose of a vector that does not tell the length of the stream."""
+    return SteeringError(
+        "dose",
+        f"needs the length of the stream, which {vector} does not tell; use a vector of a file made with "
+        '`vllm-steer make`, or of a module registered with "stream" lengths in its provenance, or give a strength',
     )
 
 

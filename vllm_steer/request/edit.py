@@ -15,7 +15,16 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS_FLAG, PointName
 from vllm_steer.request.arguments import suggest_arguments
-from vllm_steer.request.capture_source import VECTOR_FIELD, CapturedRows, is_captured, refuse_names, rows_of
+from vllm_steer.request.capture_source import (
+    VECTOR_FIELD,
+    CapturedRows,
+    DirectionSource,
+    has_directions,
+    is_captured,
+    no_dose,
+    refuse_names,
+    rows_of,
+)
 from vllm_steer.request.condition import Condition, WhenInput, read_when
 from vllm_steer.request.field_types import Number, any_of, extra, form_of, reader
 from vllm_steer.request.matrix import (
@@ -105,7 +114,7 @@ KINDS: Mapping[KindName, EditKind] = MappingProxyType(
     {
         kind.name: kind
         for kind in (
-            EditKind("add", 1, ("vector", "strength"), "x + s v"),
+            EditKind("add", 1, ("vector", "strength", "dose"), "x + s v"),
             EditKind("add_normed", 2, ("vector", "strength"), "x + s ||x|| u", needs_direction=True),
             EditKind("ablate", 3, ("vector", "strength"), "x - s (x.u) u", needs_direction=True),
             EditKind(
@@ -136,6 +145,8 @@ KINDS: Mapping[KindName, EditKind] = MappingProxyType(
         )
     }
 )
+_STRENGTH = float("1")
+"""Default strength, a number of its own, which is recognised if a dose is given as well."""
 _NO_VECTOR: Vector = np.frombuffer(b"", np.float32)
 """The vector of an edit whose vectors come from an autoencoder."""
 
@@ -189,6 +200,14 @@ class Edit:
     ]
     """Ascending layer numbers, or ``"all"``; empty for the site of a feature's autoencoder."""
     strength: Annotated[Number, msgspec.Meta(description="Multiplies the edit.")]
+    dose: Annotated[
+        Number | None,
+        msgspec.Meta(
+            description="`add` only, instead of `strength`: norm of the added vector divided by the median norm of the "
+            "stream at the site. The vector must be that of a module or a file which tells the norm."
+        ),
+    ]
+    """None once the edit is made: it has the `strength` that the dose means."""
     tokens: Annotated[
         Selector,
         any_of(TokensForm | None),
@@ -243,8 +262,9 @@ class Edit:
         *,
         point: PointName | str | None = None,
         layers: "LayersInput | None" = None,
-        vector: "VectorInput | MatrixInput | CapturedRows | None" = None,
-        strength: float = 1.0,
+        vector: "VectorInput | MatrixInput | CapturedRows | DirectionSource | None" = None,
+        strength: float = _STRENGTH,
+        dose: float | None = None,
         tokens: "TokensInput | None" = None,
         low: float | None = None,
         high: float | None = None,
@@ -270,8 +290,10 @@ class Edit:
                 ``{"dtype": ..., "shape": ..., "data": ...}``. For ``replace`` also a matrix ``[n, H]``, with one row
                 for each of the n positions in ``tokens``, in ascending order of the positions, or a
                 ``CaptureResult``, whose rows of the same site and positions are used; without ``tokens``, all of its
-                rows. ``feature`` has none.
+                rows. A ``Directions`` of :mod:`vllm_steer.lab` gives its vector of the layer. ``feature`` has none.
             strength: A finite number. For ``replace``, 1 puts the row there and numbers between 0 and 1 interpolate.
+            dose: For ``add`` of a ``Directions``, instead of ``strength``: norm of the added vector divided by the
+                median norm of the stream at the site.
             tokens: ``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``, ``"image"``, ``"thinking"``,
                 ``"answer"``, ``"tool_call"``, a list of positions and ``[start, stop]`` pairs, or a dict of
                 `SpanForm`'s fields. Default ``"all"``; ``"generated"`` if ``when`` has a
@@ -297,7 +319,9 @@ class Edit:
         if place is None and not definition.finds_site:
             raise SteeringError("point", f"is missing; use one of {', '.join(POINT_NAMES)}")
         given: dict[str, Any] = {"low": low, "high": high, "sae": sae, "feature": feature, "set": set, "add": add}
-        given |= {"vector": None if vector is _NO_VECTOR else vector, "subspace": subspace}
+        given |= {"vector": None if vector is _NO_VECTOR else vector, "subspace": subspace, "dose": dose}
+        if dose is not None and strength is not _STRENGTH:
+            raise SteeringError("dose", "cannot be combined with strength; give one of them")
         if definition.either and sum(given[name] is not None for name in definition.either) != 1:
             names = " or ".join(definition.either)
             raise SteeringError(definition.either[0], f"give either {names}, and only one of them")
@@ -314,6 +338,12 @@ class Edit:
             definition.check(given)
         omitted = definition.finds_site and named_layer is None and layers is None
         places = () if omitted else read_layers_of(named_layer, layers, place)
+        if has_directions(given["vector"]):
+            direction = given["vector"].direction_at(place, places)
+            given["vector"] = direction.vector
+            strength = strength if dose is None else direction.strength(given["dose"])
+        elif dose is not None:
+            raise no_dose("an array")
         if "vector" in definition.params:
             given["vector"], tokens = _read_rows(given["vector"], definition, str(place), places, tokens)
         if subspace is not None:
@@ -322,7 +352,8 @@ class Edit:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
         given |= {"kind": definition.name, "point": place, "layers": places, "tokens": Selector.parse(tokens)}
         given |= {"vector": _NO_VECTOR if given["vector"] is None else given["vector"], "when": conditions}
-        given |= {name: _READERS[name](value, name) for name, value in (("strength", strength), ("live", live))}
+        strength = _READERS["strength"](strength, "strength" if dose is None else "dose")
+        given |= {"strength": strength, "dose": None, "live": _READERS["live"](live, "live")}
         for name, value in given.items():
             object.__setattr__(self, name, value)
         if self.num_rows is not None:
@@ -374,7 +405,8 @@ EditForm: Any = form_of(Edit)
 ARGUMENTS: tuple[str, ...] = EditForm.__struct_fields__
 _VALUES = attrgetter(*ARGUMENTS)
 _ABSENT = frozenset(map(id, (None, (), _NO_VECTOR)))
-_READERS = {name: reader(_TYPES[name]) for name in ("strength", "low", "high", "sae", "feature", "set", "add", "live")}
+_READ = ("strength", "dose", "low", "high", "sae", "feature", "set", "add", "live")
+_READERS = {name: reader(_TYPES[name]) for name in _READ}
 
 
 def _summary(value: object) -> str:

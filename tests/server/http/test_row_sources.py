@@ -93,7 +93,8 @@ def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
         (store, {"capture": report}, "keeps no rows"),
         (None, {"capture": report}, "stores no captures"),
         (store, {"module": "gone/probe"}, "unknown module"),
-        (store, {"module": "gone"}, "must be a probe of a module"),
+        (store, {"module": "gone"}, "unknown module"),
+        (store, {"module": 1}, "must be a name"),
         (store, {"module": "a/b", "capture": "x"}, "unknown key"),
     ]
     for given, vector, message in cases:
@@ -107,6 +108,46 @@ def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
     ):
         with pytest.raises(SteeringError, match=message):
             Edit(kind=kind, point="post_block", layers=1, vector=vector)
+
+
+def test_doses_of_modules() -> None:
+    """Catches a length of another layer, a dose taken for a strength, and a probe's dose at a site that is not its own.
+
+    Each of these requests would be steered by another amount than it says.
+    """
+    engine = engine_context()
+    vector = np.arange(1.0, HIDDEN + 1, dtype=np.float32)
+    base = {"post_block": {n: {"vector": vector, "scale": n + 1} for n in range(3)}}
+    probes = {"joy": {"weights": vector, "point": "post_block", "layer": 1}, "bare": vector}
+    streams = {"stream": '{"0": 2.0, "1": 4.0}'}
+    engine.registry.register("calm", base=base, probes=probes, provenance=streams)
+    engine.registry.register("told", base=base, provenance={"stream": "of layer 1"})
+    context = RequestContext(engine=engine, owner=MINE, capture_store=None)
+
+    def edit(module: str, **changes: Any) -> Edit:
+        sent = {"kind": "add", "point": "post_block", "layers": 1, "vector": {"module": module}, **changes}
+        (made,) = parse_fields(with_rows({"steering": [sent]}, context))
+        return made
+
+    added = 0.5 * 4.0 * vector / np.linalg.norm(vector)
+    for module in ("calm", "calm/joy"):
+        made = edit(module, dose=0.5, tokens="prompt")
+        np.testing.assert_allclose(made.strength * made.vector, added, rtol=1e-6)
+        assert made.tokens.to_wire() == "prompt"
+    np.testing.assert_allclose(edit("calm", strength=3).vector * 3, 3 * 2 * vector, rtol=1e-6)
+    assert np.array_equal(edit("calm/joy", layers=0).vector, vector)
+    for module, changes, field, problem in (
+        ("calm", {"layers": 2}, "dose", "the vector of post_block[2] does not tell; use a vector of a file made with"),
+        ("told", {}, "dose", "the vector of post_block[1] does not tell"),
+        ("calm", {"strength": 1.0}, "dose", "cannot be combined with strength"),
+        ("calm", {"kind": "add_normed"}, "dose", "is not a parameter of add_normed"),
+        ("calm", {"layers": [0, 1]}, "layers", "send one edit for each layer"),
+        ("calm/joy", {"layers": 0}, "layers", "has no vector of layer 0"),
+        ("calm/bare", {}, "vector.module", "has no point, layer or length, so a dose has no meaning"),
+    ):
+        with pytest.raises(SteeringError) as refused:
+            edit(module, **{"dose": 0.5, **changes})
+        assert (refused.value.field, problem in refused.value.problem) == (f"steering[0].{field}", True), refused.value
 
 
 def test_the_option_store() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vectors of edits that a request names instead of sending: stored captures, for ``replace``, and those of modules.
 
-A module is named by an edit, which takes one of its probes, or by an expression, which takes its vectors.
+A module is named by an edit, which takes its vector or one of its probes, or by an expression, which takes its vectors.
 
 They are resolved before the fields are compiled, so program, cache keys and quotas are the same as if the request had
 sent the rows.
@@ -19,8 +19,7 @@ from vllm_steer.capture.files.reader import StoredRequest, open_captures
 from vllm_steer.capture.results import SiteRows
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_FIELD
-from vllm_steer.registry.composer import find_probe
-from vllm_steer.registry.directions import Directions
+from vllm_steer.registry.composer import find_vector
 from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.expression import Expression
 from vllm_steer.registry.snapshot import Snapshot
@@ -101,7 +100,8 @@ def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opene
             hint = did_you_mean(name, form.__struct_fields__, {})
             raise SteeringError(field, f"unknown key {shown(name)}; use {', '.join(form.__struct_fields__)}{hint}")
     if _MODULE in source:
-        return find_probe(source[_MODULE], _snapshot(context, f"{field}.{_MODULE}"), f"{field}.{_MODULE}")
+        path, dosed = f"{field}.{_MODULE}", edit.get("dose") is not None
+        return find_vector(source[_MODULE], _snapshot(context, path), path, dosed=dosed)
     require(Right.CAPTURE)
     name = source[_CAPTURE]
     if not isinstance(name, str):
@@ -130,7 +130,7 @@ def _edits_of(text: str, context: RequestContext) -> list[Edit]:
         found = {term.name: snapshot.find(Reference(term.name, None), GENERAL_FIELD)[1] for term in expression.terms}
         contents = {name: snapshot.content(version.digest) for name, version in found.items()}
         expression.check_count({name: len(module.base) for name, module in contents.items()})
-        return expression.edits({name: Directions.of(contents[name], found[name].metadata, name) for name in found})
+        return expression.edits({name: snapshot.directions(found[name], name, GENERAL_FIELD) for name in found})
     except (RegistryUnavailableError, UnknownModuleError):  # which have an HTTP status, or more to say
         raise
     except SteeringError as error:
