@@ -168,7 +168,10 @@ def test_edits_and_readouts_of_a_direction() -> None:
     assert [row @ readout["probe"] + readout["bias"] for row in means] == pytest.approx([1, -1])
     assert (found.clamp().low, found.clamp().high) == (0.5, 0.5)
     random = found.random(5, seed=1)
-    assert all(np.isclose(np.linalg.norm(each.add(1.0).vector) * each.add(1.0).strength, 8) and abs(each.unit[3]) < 0.9 for each in random)
+    assert all(
+        np.isclose(np.linalg.norm(each.add(1.0).vector) * each.add(1.0).strength, 8) and abs(each.unit[3]) < 0.9
+        for each in random
+    )
     assert not np.allclose(found.random(1, seed=1)[0].unit, found.random(1, seed=2)[0].unit)
     with pytest.raises(SteeringError, match="has no midpoint"):
         Direction("post_block", 2, unit, 8.0).probe()

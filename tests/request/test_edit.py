@@ -335,7 +335,7 @@ def test_a_dose_is_in_lengths_of_the_stream(vector: Any) -> None:
     edit = make(vector=vector, dose=-0.5)
     assert edit == make(vector=LENGTHS[2].vector, strength=-0.5 * 20 / 5)
     assert np.linalg.norm(edit.strength * edit.vector) == pytest.approx(10) and edit.dose is None
-    assert make(**edit.to_wire()) == edit == pickle.loads(pickle.dumps(edit))
+    assert make(**edit.to_wire()) == edit
     assert make(vector=vector, strength=3) == make(vector=[3.0, 4.0], strength=3)
     assert make(vector=vector, kind="ablate").kind == "ablate"
 

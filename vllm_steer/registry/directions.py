@@ -201,7 +201,11 @@ class Directions(Mapping[int, Direction]):
             raise SteeringError("layers", f"has no direction of layer {missing[0]}; use some of {list(self)}")
         vectors = {self.point: {str(layer): self[layer].vector for layer in chosen}}
         aurocs = {str(layer): round(self[layer].auroc, 4) for layer in chosen}
-        about = {**self.provenance, "stream": encode_streams({layer: self[layer].stream for layer in chosen}), "auroc": json.dumps(aurocs)}
+        about = {
+            **self.provenance,
+            "stream": encode_streams({layer: self[layer].stream for layer in chosen}),
+            "auroc": json.dumps(aurocs),
+        }
         save_module(path, {"base": vectors}, self.model, {"method": self.method, **about})
 
 

@@ -32,13 +32,14 @@ from vllm_steer.request.matrix import (
     MatrixForm,
     MatrixInput,
     check_num_rows,
+    check_order,
     is_matrix,
     parse_matrix,
     parse_subspace,
 )
 from vllm_steer.request.references import Name
-from vllm_steer.request.scalars import is_integer, read_choice, shown
-from vllm_steer.request.selector import OPEN_END, Selector, TokensForm, TokensInput, plain_positions
+from vllm_steer.request.scalars import read_choice
+from vllm_steer.request.selector import Selector, TokensForm, TokensInput
 from vllm_steer.request.sites import NAMES_LISTED, Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
 from vllm_steer.request.vector import Vector, VectorInput, parse_vector, to_builtins
 
@@ -357,7 +358,7 @@ class Edit:
         for name, value in given.items():
             object.__setattr__(self, name, value)
         if self.num_rows is not None:
-            _check_order(tokens)
+            check_order(tokens)
             check_num_rows(self.num_rows, self.tokens)
 
     @property
@@ -430,26 +431,3 @@ def _read_rows(value: Any, kind: EditKind, point: str, layers: Layers, tokens: A
             "vector", f"is zero in float32; {kind.name} ({kind.formula}) needs a vector with a direction"
         )
     return vector, tokens
-
-
-def _check_order(tokens: object) -> None:
-    """Raise SteeringError if positions are not listed in the order of a matrix's rows."""
-    field = "tokens"
-    if isinstance(tokens, range):
-        # Two that are out of order, if any are; a range can be longer than memory.
-        tokens = list(tokens[:2]) if tokens.step < 0 else sorted({tokens[0], tokens[-1]})
-    elif isinstance(tokens, Mapping) and isinstance(tokens.get("generated"), list):
-        field, tokens = "tokens.generated", tokens["generated"]
-    if not isinstance(tokens, list):
-        return
-    if (places := plain_positions(tokens)) is not None and (np.diff(places + 2 * OPEN_END * (places < 0)) > 0).all():
-        return  # in order: positions from the end of the prompt come after those from its start
-    starts = [item if is_integer(item) else item[0] for item in tokens]
-    order = [(start < 0, start) for start in starts]
-    for i in range(1, len(order)):
-        if order[i] <= order[i - 1]:
-            raise SteeringError(
-                f"{field}[{i}]",
-                f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; with a matrix, list positions in ascending order, "
-                "those from the end of the prompt last: row i belongs to the i-th position",
-            )

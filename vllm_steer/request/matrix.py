@@ -13,7 +13,7 @@ import numpy.typing as npt
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_MATRIX_COMPONENTS, MAX_SELECTOR_ITEMS, MAX_SUBSPACE, MAX_WIDTH
 from vllm_steer.request.scalars import is_integer, shown
-from vllm_steer.request.selector import Selector
+from vllm_steer.request.selector import OPEN_END, Selector, plain_positions
 from vllm_steer.request.vector import PackedVector, Vector, decode_packed, parse_vector, read_packed_dtype
 
 if TYPE_CHECKING:
@@ -168,6 +168,29 @@ def check_num_rows(num_rows: int, tokens: Selector) -> None:
             'use "prompt" if it has one row for each prompt token',
         )
     check_row_count(num_rows, tokens.num_positions, "vector", "tokens selects")
+
+
+def check_order(tokens: object) -> None:
+    """Raise SteeringError if positions are not listed in the order of a matrix's rows."""
+    field = "tokens"
+    if isinstance(tokens, range):
+        # Two that are out of order, if any are; a range can be longer than memory.
+        tokens = list(tokens[:2]) if tokens.step < 0 else sorted({tokens[0], tokens[-1]})
+    elif isinstance(tokens, Mapping) and isinstance(tokens.get("generated"), list):
+        field, tokens = "tokens.generated", tokens["generated"]
+    if not isinstance(tokens, list):
+        return
+    if (places := plain_positions(tokens)) is not None and (np.diff(places + 2 * OPEN_END * (places < 0)) > 0).all():
+        return  # in order: positions from the end of the prompt come after those from its start
+    starts = [item if is_integer(item) else item[0] for item in tokens]
+    order = [(start < 0, start) for start in starts]
+    for i in range(1, len(order)):
+        if order[i] <= order[i - 1]:
+            raise SteeringError(
+                f"{field}[{i}]",
+                f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; with a matrix, list positions in ascending order, "
+                "those from the end of the prompt last: row i belongs to the i-th position",
+            )
 
 
 def check_row_count(num_rows: int, positions: int | None, field: str, selects: str) -> None:
