@@ -86,22 +86,27 @@ def register_class(architecture: str) -> None:
         ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
-def make_llm(folder: Path, **overrides: Any) -> Any:
-    """Return an in-process engine with steering; eager and float32 by default."""
+def llm_settings(**overrides: Any) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` for a tiny model; eager and float32 by default."""
     import torch
 
-    from vllm_steer import LLM
-
-    register_class(json.loads((Path(folder) / "config.json").read_text())["architectures"][0])
-    _skip_loaded_modules()
     settings: dict[str, Any] = dict(  # noqa: C408
-        enable_steering=True, enforce_eager=True, dtype="float32", max_model_len=512, skip_tokenizer_init=True,
+        enforce_eager=True, dtype="float32", max_model_len=512, skip_tokenizer_init=True,
         disable_log_stats=True, max_logprobs=VOCAB, seed=0, max_num_seqs=128,
     )  # fmt: skip
     if not torch.cuda.is_available():
         # Room for all requests at their full length; filling a whole GiB with zeros takes longer than all else.
         settings["num_gpu_blocks_override"] = 128 * 512 // overrides.get("block_size", CPU_BLOCK)
-    return LLM(model=str(folder), **{**settings, **overrides})
+    return {**settings, **overrides}
+
+
+def make_llm(folder: Path, **overrides: Any) -> Any:
+    """Return an in-process engine with steering; see `llm_settings`."""
+    from vllm_steer import LLM
+
+    register_class(json.loads((Path(folder) / "config.json").read_text())["architectures"][0])
+    _skip_loaded_modules()
+    return LLM(model=str(folder), **llm_settings(**{"enable_steering": True, **overrides}))
 
 
 def forget_engine(*, compiled: bool) -> None:

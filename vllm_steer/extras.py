@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Extra = Literal["cuda", "cpu", "database", "patching", "lab", "vllm-lens", "gguf"]
+Extra = Literal["cuda", "cpu", "database", "patching", "lab", "ray", "vllm-lens", "gguf"]
 """Extras in ``pyproject.toml`` that messages name."""
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,11 @@ def test_the_command(llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         done = CliRunner().invoke(app, [*command, *options])
         assert done.exit_code == 0 and "acts: 5 rows per layer of 5 texts" in done.output, done.output
+    given: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(commands, "start_engines", lambda *arguments: given.append(arguments) or nullcontext(llm))
+        done = CliRunner().invoke(app, [*command, *options, "--ray", "--dtype", "float32"])
+    assert done.exit_code == 0 and given == [("m", ["--dtype", "float32"], "harvest")], done.output
     for request in open_captures("acts"):
         assert request.tag == f"n{request.request_id}" and request.positions("post_block", 2).tolist() == [
             len(TEXTS[int(request.request_id)]) - 1

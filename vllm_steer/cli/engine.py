@@ -34,6 +34,18 @@ def start_engine(model: str, words: Sequence[str], command: str, points: Sequenc
         raise fail(f"the model {model} cannot be started: {error}") from None
 
 
+def start_engines(model: str, words: Sequence[str], command: str) -> Any:
+    """Return `RayEngines`; see `start_engine` for the arguments.
+
+    Raises:
+        SteeringError: The package ray is missing, or there is no cluster with room for an engine.
+    """
+    options = _options(words, command)
+    from vllm_steer.lab.ray_engines import RayEngines
+
+    return RayEngines(model, steering_config={"points": []}, **options)
+
+
 def _options(words: Sequence[str], command: str) -> dict[str, Any]:
     """Return the arguments of ``LLM`` for options of vLLM's engine."""
     if not words:

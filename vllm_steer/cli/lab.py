@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vllm_steer.cli.engine import start_engine
+from vllm_steer.cli.engine import start_engine, start_engines
 from vllm_steer.cli.output import check_image, check_output, failing_on, print_table
 
 Model = Annotated[str, typer.Option(help="The model, a name or a folder. Options of vLLM's engine may follow.")]
@@ -19,6 +20,7 @@ Positions = Annotated[
     typer.Option(help="Tokens of each text, such as last_prompt or assistant; all but the first by default."),
 ]
 Pool = Annotated[str, typer.Option(help="mean or last of the tokens' rows.")]
+Ray = Annotated[bool, typer.Option("--ray", help='Run on a Ray cluster, as in the guide "Lab".')]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
 
 
@@ -154,6 +156,7 @@ def harvest(
     ] = False,
     truncate: Annotated[bool, typer.Option("--truncate", help="Use the beginning of texts that are too long.")] = False,
     sample: Annotated[int | None, typer.Option(help="Draw this number of texts at random; all by default.")] = None,
+    ray: Ray = False,
     seed: Seed = 0,
 ) -> None:
     """Write the rows of many texts to capture files, which open_captures and the command captures read."""
@@ -165,11 +168,18 @@ def harvest(
 
         read, numbers = read_texts(texts), read_layer_range(layers)  # before the model is loaded, which takes long
         given: dict[str, Any] = {} if positions is None else {"positions": positions}
-        found = collect(
-            start_engine(model, context.args, "harvest"), read, out, point=point, layers=numbers, dtype=row_dtype,
-            answer=answer, truncate=truncate, sample=sample, seed=seed, use_tqdm=True, **given,
-        )  # fmt: skip
+        with _started(model, context.args, "harvest", ray) as llm:
+            found = collect(
+                llm, read, out, point=point, layers=numbers, dtype=row_dtype, answer=answer, truncate=truncate,
+                sample=sample, seed=seed, use_tqdm=True, **given,
+            )  # fmt: skip
     typer.echo(f"{out}: {found.rows} rows per layer of {found.stored} texts")
+
+
+def _started(model: str, words: list[str], command: str, ray: bool) -> AbstractContextManager[Any]:
+    engines: AbstractContextManager[Any]
+    engines = start_engines(model, words, command) if ray else nullcontext(start_engine(model, words, command))
+    return engines
 
 
 def _score(words: str | None, against: str, function: str | None) -> Any:

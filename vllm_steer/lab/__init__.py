@@ -8,6 +8,7 @@ from vllm_steer.lab.harvest import Harvest, harvest
 from vllm_steer.lab.methods import make
 from vllm_steer.lab.probe_result import ProbeResult
 from vllm_steer.lab.probes import TrainedProbe, check_probe, train_probe
+from vllm_steer.lab.ray_engines import RayEngines
 from vllm_steer.lab.row_stream import RowBatch, RowStream
 from vllm_steer.lab.scores import Keywords, ProbeScore
 from vllm_steer.registry.directions import Direction, Directions
@@ -23,6 +24,7 @@ __all__ = [
     "Keywords",
     "ProbeResult",
     "ProbeScore",
+    "RayEngines",
     "RowBatch",
     "RowStream",
     "TrainedProbe",

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,17 @@ from vllm_steer.capture.files.run_lock import RunLock
 from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.errors import SteeringError
 from vllm_steer.fs.dirfd import open_dir, write_atomic
+from vllm_steer.lab.examples import read_texts
+from vllm_steer.lab.ray_engines import RayEngines
+from vllm_steer.lab.shards import RUN, ShardTask, remove_parts, write_behind
 from vllm_steer.lab.text_rows import TextRows, Texts
 from vllm_steer.patching.progress import Progress
 from vllm_steer.registry.directions import WITHOUT_FIRST
 from vllm_steer.request.scalars import shown
 
-RUN = "harvest"
-"""Name of the run in the folder's files."""
 MANIFEST = "harvest.json"
+_VISIBLE_SECONDS = 90.0
+"""Time after which a file that another node has written is visible: NFS caches the list of a folder for a minute."""
 
 
 class Harvest(msgspec.Struct, frozen=True):
@@ -76,7 +79,7 @@ def harvest(
     even if that was killed: no row is lost or stored twice.
 
     Args:
-        llm: An `LLM` with steering.
+        llm: An `LLM` with steering, or `RayEngines`, whose nodes share the folder.
         texts: A file of texts or an iterable; see `read_texts`.
         out: Folder of the files. It is created if it does not exist.
         point: Hook point.
@@ -93,41 +96,65 @@ def harvest(
         SteeringError: An argument is invalid for the model, a text is too long or has no tokens at the positions, the
             folder has another harvest or is written by another process, or it cannot be written.
     """
-    ready = TextRows(
-        llm, texts, point=point, layers=layers, positions=positions, dtype=dtype, answer=answer, truncate=truncate,
-        sample=sample, seed=seed,
-    )  # fmt: skip
-    cut = ready.longest if truncate else None
-    settings = Harvest(
-        ready.facts.model, **ready.settings, texts=len(ready), digest=ready.digest, sample=sample, seed=seed,
-        answer=answer, truncate=cut,
-    )  # fmt: skip
-    with _opened(Path(out), settings) as (writer, done), Progress(RUN) if use_tqdm else nullcontext() as bar:
-        left = [number for number in range(len(ready)) if number not in done]
+    given: dict[str, Any] = {
+        "point": point, "layers": layers, "positions": positions, "dtype": dtype, "answer": answer,
+        "truncate": truncate, "sample": sample, "seed": seed,
+    }  # fmt: skip
+    rows: TextRows | ShardTask
+    if isinstance(llm, RayEngines):
+        rows = ShardTask(read_texts(texts), given, _settings)
+        settings: Harvest = rows.settings(llm)
+    else:
+        rows = TextRows(llm, texts, **given)
+        settings = _settings(rows, given)
+    with _opened(Path(out), settings) as (folder, writer, done), Progress(RUN) if use_tqdm else nullcontext() as bar:
+        left = [number for number in range(settings.texts) if number not in done]
         if bar is not None:
-            bar.count(len(ready), len(done), 0)
+            bar.count(settings.texts, len(done), 0)
 
         def write(batch: Sequence[CapturedRequest]) -> None:
             for captured in batch:
                 writer.write(captured)
-                done[captured.submission] = len(captured.positions(ready.point, ready.layers[0]))
-            if bar is not None:
-                bar.count(len(ready), len(batch), 0)
+                done[captured.submission] = len(next(iter(captured.sites.values())).positions)
 
-        with ThreadPoolExecutor(1) as pool:  # a batch is written while the next one runs
-            written: Future[None] | None = None
-            for batch in ready.batches(left):
-                if written is not None:
-                    written.result()
-                written = pool.submit(write, batch)
-            if written is not None:
-                written.result()
+        if isinstance(rows, TextRows):
+            stored = write_behind(rows.batches(left), write)
+        else:
+            stored = rows.run(llm, folder, settings, left)
+        for number in stored:
+            if bar is not None:
+                bar.count(settings.texts, number, 0)
+        if left and isinstance(rows, ShardTask):
+            done.update(_all_stored(folder, settings))
     return _counted(settings, done)
 
 
+def _settings(rows: TextRows, given: Mapping[str, Any]) -> Harvest:
+    """Return the settings of a harvest of these rows."""
+    chosen = {name: given[name] for name in ("sample", "seed", "answer")}
+    cut = rows.longest if given["truncate"] else None
+    return Harvest(rows.facts.model, **rows.settings, **chosen, texts=len(rows), digest=rows.digest, truncate=cut)
+
+
+def _stored(folder: Path) -> dict[Any, int]:
+    """Return the number of rows of each stored text."""
+    return {each.submission: each.shape(*each.sites[0])[0] for each in Captures(folder, RUN)}
+
+
+def _all_stored(folder: Path, settings: Harvest) -> dict[Any, int]:
+    """Return the number of rows of each text, all of which other nodes have stored."""
+    end = time.monotonic() + _VISIBLE_SECONDS
+    while len(done := _stored(folder)) < settings.texts:
+        if time.monotonic() > end:
+            problem = f"{folder} has the rows of {len(done)} of {settings.texts} texts"
+            raise SteeringError("out", f"{problem}, though all were written. All nodes must share this folder")
+        time.sleep(1)
+    return done
+
+
 @contextmanager
-def _opened(out: Path, settings: Harvest) -> Iterator[tuple[RotatingLayout, dict[Any, int]]]:
-    """Open a folder for one process; yield its writer and the number of rows of each stored text."""
+def _opened(out: Path, settings: Harvest) -> Iterator[tuple[Path, RotatingLayout, dict[Any, int]]]:
+    """Open a folder for one process; yield its path, its writer and the number of rows of each stored text."""
     try:
         directory = CaptureDirectory(str(out))
         lock = RunLock(directory, RUN, resume=True, advice="or use another folder")
@@ -135,12 +162,12 @@ def _opened(out: Path, settings: Harvest) -> Iterator[tuple[RotatingLayout, dict
         raise SteeringError("out", error.problem) from None
     try:
         _check_manifest(directory.path / MANIFEST, settings, lock.next_submission > 0)
-        stored = Captures(directory.path, RUN)
-        done: dict[Any, int] = {each.submission: each.shape(*each.sites[0])[0] for each in stored}
+        remove_parts(directory.path)
+        done = _stored(directory.path)
         _write_manifest(directory.path, _counted(settings, done))
         writer = RotatingLayout(directory, "sharded", ROTATION_LIMITS["sharded"], RUN)
         try:
-            yield writer, done
+            yield directory.path, writer, done
         except CaptureWriteError as error:
             problem = f"{error}; {out} has the rows of {len(done)} of {settings.texts} texts"
             raise SteeringError("out", f"{problem}. Run the same harvest again when it can be written") from None

@@ -92,21 +92,28 @@ class TextRows:
         return hashed.hexdigest()[:16]
 
     def batches(self, numbers: Sequence[int]) -> Iterator[list[CapturedRequest]]:
-        """Run texts and yield their rows in batches, in order; ``submission`` is the text's number.
+        """Run texts and yield their rows in batches, in order; ``submission`` is the text's number; see `run`.
 
         Raises:
             SteeringError: The engine refuses a text, or rows are missing.
         """
-        for batch in self._split(numbers):
-            ready = [self._ready[i] for i in batch]
-            chat = {"add_generation_prompt": self.answer} if isinstance(ready[0][0], dict) else None
-            prompts = ready if chat else [{"prompt_token_ids": tokens.tolist()} for tokens in ready]
-            try:
-                states = capture_hidden_states(self._llm, prompts, **self._spec, chat_kwargs=chat, use_tqdm=False)
-            except (RuntimeError, ValueError) as error:
-                first, last = self.lines[batch[0]].place, self.lines[batch[-1]].place
-                raise SteeringError("texts", f"the engine failed between {first} and {last}: {error}") from error
-            yield [self._named(number, captured) for number, captured in zip(batch, states, strict=True)]
+        return map(self.run, self.split(numbers))
+
+    def run(self, batch: Sequence[int]) -> list[CapturedRequest]:
+        """Run the texts of one batch of `split` and return their rows.
+
+        Raises:
+            SteeringError: The engine refuses a text, or rows are missing.
+        """
+        ready = [self._ready[i] for i in batch]
+        chat = {"add_generation_prompt": self.answer} if isinstance(ready[0][0], dict) else None
+        prompts = ready if chat else [{"prompt_token_ids": tokens.tolist()} for tokens in ready]
+        try:
+            states = capture_hidden_states(self._llm, prompts, **self._spec, chat_kwargs=chat, use_tqdm=False)
+        except (RuntimeError, ValueError) as error:
+            first, last = self.lines[batch[0]].place, self.lines[batch[-1]].place
+            raise SteeringError("texts", f"the engine failed between {first} and {last}: {error}") from error
+        return [self._named(number, captured) for number, captured in zip(batch, states, strict=True)]
 
     def _named(self, number: int, captured: CapturedRequest) -> CapturedRequest:
         """Return the rows with the text's number and tag."""
@@ -148,7 +155,7 @@ class TextRows:
             raise SteeringError(line.place, f"{problem}; remove it, or use other positions such as all_prompt")
         return (text if chat else np.array(tokens, np.int32)), size
 
-    def _split(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+    def split(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Yield numbers of texts that run together: of one form, and within the limits if there are several."""
         row = self.facts.hidden_size * len(self.layers) * DTYPE_BYTES[self._spec["dtype"]]
         batch: list[int] = []

@@ -56,13 +56,14 @@ class PerRequestLayout(FileLayout):
         return {"path": str(file.path), "index": 0, "sealed": True}
 
 
-def timestamped_stem(name: str, time_ns: int) -> str:
+def timestamped_stem(name: str, time_ns: int, ending: str | None = None) -> str:
     """Return an unguessable file name without suffix that sorts by time.
 
     Args:
         name: Beginning of the name.
         time_ns: Nanoseconds since 1970.
+        ending: 8 hexadecimal digits; random by default.
     """
     seconds, nanoseconds = divmod(time_ns, 10**9)
     stamp = time.strftime("%Y%m%dt%H%M%S", time.gmtime(seconds))
-    return f"{name}-{stamp}-{nanoseconds:09d}-{secrets.token_hex(4)}"
+    return f"{name}-{stamp}-{nanoseconds:09d}-{ending or secrets.token_hex(4)}"
