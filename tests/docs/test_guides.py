@@ -32,7 +32,7 @@ def test_modules_guide_runs() -> None:
     differ = "steered.outputs[0].text != unsteered.outputs[0].text"
     names = "[module.name for module in llm.steering.list().data]"
     shown = run_python(offline_blocks("docs/guides/modules.md"), f"[{applied}, {differ}, {names}]")
-    assert shown == [True, True, True, ["calm", "risk", "terse"]]
+    assert shown == [True, True, True, ["calm", "risk", "terse", "warm"]]
 
 
 CAPTURE = "docs/guides/capture.md"

@@ -23,7 +23,7 @@ from vllm_steer.program import Program
 from vllm_steer.registry import composer
 from vllm_steer.registry.composer import resolve_probes
 from vllm_steer.registry.errors import UnknownModuleError
-from vllm_steer.registry.index import ModuleVersion, RegistryIndex
+from vllm_steer.registry.index import ModuleVersion, RegistryIndex, decode_index, encode_index
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import SteeringApplied
@@ -291,6 +291,61 @@ def test_applied_json_matches_its_schema() -> None:
     under_global = applied(**own)
     assert under_global.global_steering is not None and under_global.epoch > by_own.epoch
     assert under_global.request == by_own.request != applied(steering_vectors={"post_block": {1: vector(8)}}).request
+
+
+def dosed(**about: str) -> tuple[SteeringRegistry, dict[str, Any]]:
+    base = {"post_block": {1: {"vector": vector(1), "scale": -2.0}, 0: vector(0)}}
+    steering = registry()
+    steering.register("calm", base=base, provenance=about)
+    return steering, base
+
+
+def test_a_dose_is_the_same_at_each_layer_of_a_module() -> None:
+    """Catches a dose taken for a scale, the length of another layer, and the module's own scale or sign dropped."""
+    steering, _ = dosed(stream='{"0": 3.0, "1": 5.0}')
+    composed = steering.compose(extra(steering_modules=[{"module": "calm", "dose": 0.5}]))
+    program, streams = Program.from_bytes(composed[PROGRAM_KEY]), {0: 3.0, 1: 5.0}
+    assert [edit.layers for edit in program.edits] == [(0,), (1,)]
+    for edit, (layer, sign) in zip(program.edits, ((0, 1), (1, -1)), strict=True):
+        added = edit.strength * program.vector(edit.vectors[0])
+        np.testing.assert_allclose(
+            added, sign * 0.5 * streams[layer] * vector(layer) / np.linalg.norm(vector(layer)), rtol=1e-5
+        )
+    (use,) = SteeringApplied.model_validate_json(composed[APPLIED_KEY], strict=True).modules
+    assert (use.scale, use.dose, len(use.scales)) == (1.0, 0.5, 2)
+    by_hand = {"post_block": {n: {"vector": vector(n), "scale": edit.strength} for n, edit in enumerate(program.edits)}}
+    assert program_with(steering, steering_vectors=by_hand).edits == program.edits
+    idle = steering.compose(extra(steering_modules=[{"module": "calm", "dose": 0}]))
+    assert not Program.from_bytes(idle[PROGRAM_KEY]).edits and b"zero_strength" in idle[APPLIED_KEY]
+
+
+def test_global_steering_keeps_the_lengths_of_its_doses() -> None:
+    """Catches a dose that changes or is lost when the module's metadata changes or its name is deleted."""
+    steering, base = dosed(stream='{"0": 3.0, "1": 5.0}')
+    first = steering.set(modules=[{"module": "calm", "dose": 0.5}])
+    before = program_with(steering).edits
+    assert before and (first.modules[0].dose, first.digest) == (0.5, steering.snapshot().steering_digest)
+    steering.register("calm", base=base, provenance={"stream": '{"0": 9.0, "1": 9.0}'})
+    steering.delete("calm")
+    assert program_with(steering).edits == before
+    index = steering.snapshot().index
+    assert decode_index(encode_index(index, 0)) == index
+    dosed_again, _ = dosed(stream='{"0": 9.0, "1": 9.0}')
+    assert dosed_again.set(modules=[{"module": "calm", "dose": 0.5}]).digest != first.digest
+
+
+def test_doses_without_lengths_are_refused() -> None:
+    """Catches a module that is added at an arbitrary strength because its provenance has no number for a layer."""
+    use = [{"module": "calm", "dose": 0.5}]
+    for stream in ("", "long", "{}", '{"0": 3.0}', '{"0": 3, "1": 0}', '{"0": 3, "1": -1}', '{"0": 3, "1": "4"}'):
+        with pytest.raises(SteeringError, match=r"does not tell; use a vector of a file made with .*vllm-steer make"):
+            dosed(stream=stream)[0].compose(extra(steering_modules=use))
+    steering, _ = dosed(stream='{"0": 3.0, "1": 5.0}')
+    with pytest.raises(SteeringError, match=r"steering_modules\[0\].dose: must be finite and at most"):
+        steering.compose(extra(steering_modules=[{"module": "calm", "dose": 3e38}]))
+    steering.register("calm", **content())
+    with pytest.raises(SteeringError, match=r"steering_modules\[0\]: calm is a module with other edits than vectors"):
+        steering.compose(extra(steering_modules=use))
 
 
 class CountedIndex(dict[str, tuple[ModuleVersion, ...]]):

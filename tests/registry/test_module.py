@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.registry.modules import content, module, vector
+from vllm_steer.client.encoding import to_json
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.metadata import MAX_TEXT, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
-from vllm_steer.request.references import parse_probe, parse_reference, parse_references
+from vllm_steer.request.references import Reference, parse_probe, parse_reference, parse_references
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 
@@ -114,8 +115,25 @@ def test_rejects_invalid_modules(case: str) -> None:
 def test_parses_references(given: Any, name: str | None, digest: str | None, scale: float) -> None:
     """Catches a reference that is parsed as a different one."""
     found = parse_reference(given, "m")
-    assert (found.name, found.digest, found.scale) == (name, digest, scale)
-    assert parse_reference(found, "m") == found
+    assert (found.name, found.digest, found.scale, found.dose) == (name, digest, scale, None)
+    assert parse_reference(found, "m") == parse_reference(found.to_wire(), "m") == found
+
+
+def test_parses_references_with_a_dose() -> None:
+    """Catches a dose that is dropped on the way, or read as a scale."""
+    found = parse_reference({"module": f"calm@{DIGEST}", "dose": -0.5}, "m")
+    assert found == Reference("calm", DIGEST, 1.0, -0.5)
+    assert parse_reference(found, "m") == parse_reference(to_json(found, "m"), "m") == found
+    for given, field, words in (
+        ({"module": "calm", "dose": 1, "scale": 1.0}, "m", "has a dose and a scale; give one of them"),
+        ({"module": "calm", "dose": "1"}, "m.dose", "must be a number"),
+        ({"module": ["calm", 2], "dose": 1}, "m.module", "must be a module name"),
+        ({"dose": 1}, "m.module", "is missing"),
+        ({"name": "calm", "dose": 1}, "m", "unknown key 'name'; use module, dose"),
+    ):
+        with pytest.raises(SteeringError) as refused:
+            parse_reference(given, "m")
+        assert refused.value.field == field and words in refused.value.problem
 
 
 NO_NAMES = [

@@ -131,6 +131,14 @@ def test_an_expression_over_modules(client: httpx.Client) -> None:
         whole = logprobs(client, steering=add)
         np.testing.assert_allclose(logprobs(client, steering="0.7 calm@prompt - 0.2 calm"), whole, atol=1e-4)
         assert logprobs(client, steering="0.7 calm@prompt") != whole
+        # The same doses as edits of the module's vectors, and those of all tokens as a reference to the module.
+        named = [{**each, "dose": 0.7, "vector": {"module": "calm"}} for each in add[:2]]
+        named = [{key: item for key, item in each.items() if key != "strength"} for each in named]
+        for fields in (
+            {"steering": [*named, *({**each, "dose": -0.2, "tokens": "all"} for each in named)]},
+            {"steering": named, "steering_modules": [{"module": "calm", "dose": -0.2}]},
+        ):
+            np.testing.assert_allclose(logprobs(client, **fields), whole, atol=1e-4)
         gated = "ablate raw when mood > -1000000000"
         sent = [ablate, {**ablate, "layers": layer, "vector": pack_vector(formal)}]
         expected = logprobs(client, steering=sent, readouts=readouts)

@@ -68,7 +68,8 @@ def explain(
             print_table(("edit", "kind", "site", "tokens", "strength", "length", "dose", "if"), rows)
         references = parse_references(fields.get(MODULES_FIELD))
         for reference in references:
-            typer.echo(f"module {reference}, scale {reference.scale:g}: its edits apply before those of the request")
+            amount = f"scale {reference.scale:g}" if reference.dose is None else f"dose {reference.dose:g}"
+            typer.echo(f"module {reference}, {amount}: its edits apply before those of the request")
         for name, readout in parse_readouts(fields.get(READOUTS_FIELD)).items():
             typer.echo(f"readout {name}: {readout.kind.name} at {_site(readout)}, tokens {readout.positions.to_wire()}")
         for stop in parse_stops(fields.get(STOP_FIELD)):

@@ -59,6 +59,10 @@ def _print(steering: GlobalSteering) -> None:
     typer.echo(f"epoch: {steering.epoch}")
     typer.echo(f"global steering: {steering.digest or 'none'}")
     if steering.modules:
-        lines = ((use.name or "", use.digest[:19], f"{use.scale:g}") for use in steering.modules)
-        print_table(("module", "digest", "scale"), lines)
+        uses = steering.modules
+        doses = ["" if use.dose is None else f"{use.dose:g}" for use in uses]
+        lines = (
+            (use.name or "", use.digest[:19], f"{use.scale:g}", dose) for use, dose in zip(uses, doses, strict=True)
+        )
+        print_table(("module", "digest", "scale", "dose"), lines)
     print_content(steering.content)

@@ -39,10 +39,8 @@ def to_json(value: Any, field: str) -> Any:
         return _text(value, field)
     if value is None or isinstance(value, (bool, int)):
         return value
-    if isinstance(value, (Edit, Selector)):
+    if isinstance(value, (Edit, Selector, Reference)):
         return value.to_wire()
-    if isinstance(value, Reference):
-        return [str(value), value.scale]
     if isinstance(value, Mapping):
         value = {
             # Layers, not a vector.

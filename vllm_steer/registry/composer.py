@@ -196,7 +196,7 @@ def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot, names: _Names
         composed[PROGRAM_KEY] = joined.encode_cached()
     idle = _read_idle(steering_args)
     if modules or snapshot.steering_digest is not None or idle or (own is not None and (own.edits or own.readouts)):
-        idle += [f"{MODULES_FIELD}[{i}]" for i, each in enumerate(modules) if each.scale == 0.0]
+        idle += [f"{MODULES_FIELD}[{i}]" for i, each in enumerate(modules) if 0.0 in (each.scale, each.dose)]
         no_effect = [{"edit": path, "reason": "zero_strength"} for path in idle]
         no_effect += [{"edit": path, "reason": "zero_vector"} for path in (() if joined is None else joined.zero_edits)]
         composed[APPLIED_KEY] = _encode_applied(snapshot, modules, own, no_effect)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.module import TIERS, Module
 from vllm_steer.registry.schema import Content, GlobalSteering, ModuleInfo, ModuleList, ModuleUse, ProbeInfo
@@ -52,7 +54,7 @@ def describe_steering(snapshot: Snapshot, *, data: bool = False) -> GlobalSteeri
     return GlobalSteering(
         epoch=snapshot.epoch,
         digest=steering.digest,
-        modules=[ModuleUse(name=each.name, digest=each.digest, scale=each.scale) for each in steering.modules],
+        modules=[ModuleUse(**msgspec.structs.asdict(each)) for each in steering.modules],
         content=_content(Module() if steering.content is None else snapshot.content(steering.content), data),
     )
 

@@ -42,13 +42,17 @@ class ModuleVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In seconds since 1970."""
 
 
-class ResolvedModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ResolvedModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A module reference bound to content: later versions of the name do not change it."""
 
     name: str | None
     """None if the reference contained only a digest."""
     digest: str
     scale: float
+    dose: float | None = None
+    """Dose of each vector; None if the reference had a scale."""
+    scales: tuple[float, ...] = ()
+    """Scale of each vector that the dose means, in the order of the module's edits."""
 
 
 class GlobalSteeringState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +67,7 @@ class GlobalSteeringState(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         """Digest of modules and content; None if both are empty."""
         if not self.modules and self.content is None:
             return None
-        parts = [[module.digest, module.scale] for module in self.modules]
+        parts = [[module.digest, module.scales or module.scale] for module in self.modules]
         return DIGEST_PREFIX + hashlib.sha256(msgspec.json.encode([parts, self.content])).hexdigest()
 
 

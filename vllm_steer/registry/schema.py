@@ -27,6 +27,10 @@ class ModuleUse(_Answer):
     """`sha256:` and the hash of the module's content."""
     scale: float
     """Factor on the strength of each of the module's edits."""
+    dose: float | None = None
+    """Dose of each of the module's vectors, or null if a scale was given."""
+    scales: tuple[float, ...] = ()
+    """Scale of each of the module's vectors that the dose means, in ascending order of the layers."""
 
 
 class NoEffect(_Answer):

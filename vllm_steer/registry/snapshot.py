@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+import msgspec
+
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import REGISTRY_MIB
 from vllm_steer.program import Program, join, scaled, with_source
@@ -21,7 +23,9 @@ from vllm_steer.registry.index import (
 )
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.module import Module
+from vllm_steer.request import Edit
 from vllm_steer.request.references import Reference
+from vllm_steer.request.scalars import read_number
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,21 @@ class Snapshot:
                 f"module {reference.name!r} has no version with digest {reference.digest}; only the last versions of a "
                 "name are kept: omit the digest to use the newest, or register the content again",
             )
-        return ResolvedModule(reference.name, found.digest, reference.scale), found
+        resolved = ResolvedModule(reference.name, found.digest, reference.scale)
+        return (resolved if reference.dose is None else self._dosed(resolved, reference, found, field)), found
+
+    def _dosed(
+        self, module: ResolvedModule, reference: Reference, version: ModuleVersion, field: str
+    ) -> ResolvedModule:
+        """Return a module with the scales that a dose means, which no later change of its metadata affects."""
+        directions, dose = self.directions(version, reference, field), float(reference.dose or 0)
+        try:
+            scales = tuple(each.strength(dose) for each in directions.values())
+            for edit, scale in zip(self.content(version.digest).base, scales, strict=True):
+                read_number(edit.strength * scale, "dose")
+        except SteeringError as error:
+            raise SteeringError(f"{field}.{error.field}", error.problem) from None
+        return msgspec.structs.replace(module, dose=dose, scales=scales)
 
     def directions(self, version: ModuleVersion, name: object, field: str) -> Directions:
         """Return the vectors of a module; raises ``SteeringError`` if it has other edits."""
@@ -84,7 +102,7 @@ class Snapshot:
 
     def program(self, module: ResolvedModule) -> Program:
         """Return the program of a module at its scale."""
-        return _scaled_program(self.content(module.digest), module.scale)
+        return _scaled_program(self.content(module.digest), module.scales or module.scale)
 
     @cached_property
     def steering_digest(self) -> str | None:
@@ -172,5 +190,12 @@ class Snapshot:
 
 
 @lru_cache(maxsize=64)
-def _scaled_program(module: Module, scale: float) -> Program:
-    return scaled(module.program, scale)
+def _scaled_program(module: Module, scale: float | tuple[float, ...]) -> Program:
+    if isinstance(scale, float):
+        return scaled(module.program, scale)
+    factors = zip(module.base, scale, strict=True)
+    edits = [
+        Edit("add", point=edit.point, layers=edit.layers, vector=edit.vector, strength=edit.strength * factor)
+        for edit, factor in factors
+    ]
+    return Module(base=tuple(edits)).program

@@ -291,7 +291,7 @@ class Edit:
                 ``{"dtype": ..., "shape": ..., "data": ...}``. For ``replace`` also a matrix ``[n, H]``, with one row
                 for each of the n positions in ``tokens``, in ascending order of the positions, or a
                 ``CaptureResult``, whose rows of the same site and positions are used; without ``tokens``, all of its
-                rows. A ``Directions`` of :mod:`vllm_steer.lab` gives its vector of the layer. ``feature`` has none.
+                rows. A ``Directions`` of ``vllm_steer.lab`` gives its vector of the layer. ``feature`` has none.
             strength: A finite number. For ``replace``, 1 puts the row there and numbers between 0 and 1 interpolate.
             dose: For ``add`` of a ``Directions``, instead of ``strength``: norm of the added vector divided by the
                 median norm of the stream at the site.

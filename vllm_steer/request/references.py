@@ -2,12 +2,14 @@
 """References from requests to registered modules and their probes."""
 
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_REFERENCES
+from vllm_steer.request.field_types import Number, check_keys
 from vllm_steer.request.scalars import read_number, shown
 
 MODULES_FIELD = "steering_modules"
@@ -23,12 +25,26 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCALED_NAME = re.compile(r"(?!sha256:)([A-Za-z0-9][A-Za-z0-9._-]{0,63})[:=](-?[0-9]{1,9}(?:\.[0-9]{1,9})?)")
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 
+
+class DosedReferenceForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A reference to a module of vectors, and their dose."""
+
+    module: Annotated[str, msgspec.Meta(description="`name`, `name@sha256:...` or `sha256:...`.")]
+    dose: Annotated[
+        Number,
+        msgspec.Meta(
+            description="Norm of each added vector divided by the median norm of the stream at its layer, which the "
+            "module's provenance must tell."
+        ),
+    ]
+
+
 ReferencesForm = Annotated[
-    list[str | Annotated[list[str | float], msgspec.Meta(min_length=2, max_length=2)]],
+    list[str | Annotated[list[str | float], msgspec.Meta(min_length=2, max_length=2)] | DosedReferenceForm],
     msgspec.Meta(
         max_length=MAX_REFERENCES,
         description="Registered modules: `name`, `name@sha256:...`, `sha256:...`, or a pair of such a reference and a "
-        "scale that multiplies the strength of the module's edits.",
+        'scale that multiplies the strength of the module\'s edits, or `{"module": reference, "dose": number}`.',
     ),
 ]
 """JSON form of a list of module references."""
@@ -43,9 +59,15 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
     """``sha256:`` and 64 hexadecimal digits; None: the current version of the name."""
     scale: float = 1.0
     """Multiplies the strength of every edit of the module."""
+    dose: float | None = None
+    """Dose of every vector of the module, instead of `scale`."""
 
     def __str__(self) -> str:
         return "@".join(part for part in (self.name, self.digest) if part is not None)
+
+    def to_wire(self) -> Any:
+        """Return the JSON form."""
+        return [str(self), self.scale] if self.dose is None else {"module": str(self), "dose": self.dose}
 
 
 class ProbeReference(msgspec.Struct, frozen=True, array_like=True):
@@ -70,13 +92,21 @@ Name = Annotated[str, msgspec.Meta(extra={"read": read_name})]
 
 
 def parse_reference(value: object, field: str) -> Reference:
-    """Parse ``"calm"``, ``"calm@sha256:..."``, ``"sha256:..."`` or a pair of such a reference and a scale.
+    """Parse ``"calm"``, ``"calm@sha256:..."``, ``"sha256:..."``, a pair of such a reference and a scale, or a dose.
 
     Raises:
         SteeringError: ``value`` has another form.
     """
     if isinstance(value, Reference):
-        value = (str(value), value.scale)
+        value = value.to_wire()
+    if isinstance(value, Mapping) and "dose" in value:
+        if "scale" in value or "strength" in value:
+            raise SteeringError(field, 'has a dose and a scale; give one of them, a scale as in ["calm", 1.5]')
+        check_keys(value, DosedReferenceForm.__struct_fields__, field)
+        if "module" not in value:
+            raise SteeringError(f"{field}.module", 'is missing; write {"module": "calm", "dose": 0.5}')
+        reference = _parse_unscaled(value["module"], f"{field}.module")
+        return msgspec.structs.replace(reference, dose=read_number(value["dose"], f"{field}.dose"))
     if isinstance(value, (list, tuple)) and len(value) == 2:
         reference = _parse_unscaled(value[0], f"{field}[0]")
         return msgspec.structs.replace(reference, scale=read_number(value[1], f"{field}[1]"))
