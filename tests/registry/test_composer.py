@@ -319,6 +319,23 @@ def test_a_dose_is_the_same_at_each_layer_of_a_module() -> None:
     assert not Program.from_bytes(idle[PROGRAM_KEY]).edits and b"zero_strength" in idle[APPLIED_KEY]
 
 
+def test_modules_tell_what_a_dose_means() -> None:
+    """Catches a strength that adds another dose than 1, and a list of modules that fails because of one of them."""
+    steering, base = dosed(stream='{"0": 3.0, "1": 5.0, "2": 7.0}')
+    steering.register("other", **content(), provenance={"stream": '{"0": 3.0}'})
+    steering.register("prose", base=base, provenance={"stream": "of layer 1"})
+    calm, other, prose = steering.list().data
+    assert other.streams == prose.streams == []
+    assert [(each.point, each.layer, each.length) for each in calm.streams] == [
+        ("post_block", 0, 3),
+        ("post_block", 1, 5),
+    ]
+    one = SteeringApplied.model_validate_json(
+        steering.compose(extra(steering_modules=[{"module": "calm", "dose": 1}]))[APPLIED_KEY]
+    )
+    assert tuple(each.strength for each in calm.streams) == one.modules[0].scales
+
+
 def test_global_steering_keeps_the_lengths_of_its_doses() -> None:
     """Catches a dose that changes or is lost when the module's metadata changes or its name is deleted."""
     steering, base = dosed(stream='{"0": 3.0, "1": 5.0}')

@@ -54,6 +54,9 @@ def show(name: Reference, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_jso
             columns = ("probe", *ProbeInfo.model_fields)
             print_table(columns, ((probe, *_cells(info)) for probe, info in module.content.probes.items()))
         print_content(module.content)
+        if module.streams:
+            lines = ((each.point, each.layer, f"{each.length:.4g}", f"{each.strength:.4g}") for each in module.streams)
+            print_table(("point", "layer", "length of the stream", "strength of dose 1"), lines)
 
 
 @app.command()

@@ -126,7 +126,8 @@ def check_strengths(
     checked = {name: read_number(value, name) for name, value in strengths.items()}
     context = context_of(engine.output_processor)
     if context is not None and sample.readouts is not None:
-        check_live_magnitude(sample.readouts.program, checked, context.registry.max_norm)
+        registry, program = context.registry, sample.readouts.program
+        check_live_magnitude(program, checked, registry.max_norm, streams_at=registry.streams_at)
         check_live_overflow(sample.readouts.program, checked, context.capabilities.dtype)
     return [each for each, _ in found], checked
 

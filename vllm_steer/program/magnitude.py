@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -14,8 +14,13 @@ from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.instructions import KIND_OF, UNBOUNDED
 from vllm_steer.program.program import Program
 
+StreamsAt = Callable[[str, Collection[int]], list[float]]
+"""Returns the known lengths of the stream at a hook point of some layers, or of all layers if there are none."""
 
-def check_magnitude(program: Program, max_norm: float, first_edit: int = 0) -> None:
+
+def check_magnitude(
+    program: Program, max_norm: float, first_edit: int = 0, *, streams_at: StreamsAt | None = None
+) -> None:
     """Check how much the edits of a program may add to a row.
 
     `add` adds strength x norm of its vector, and `replace` strength x norm of the row that it puts there, or of its
@@ -27,6 +32,7 @@ def check_magnitude(program: Program, max_norm: float, first_edit: int = 0) -> N
         program: the program.
         max_norm: the largest norm that an edit may add; 0 for no limit.
         first_edit: index of the first edit to check.
+        streams_at: lengths of the stream, by which the error tells doses.
 
     Raises:
         SteeringError: an edit may add more than ``max_norm``.
@@ -39,18 +45,33 @@ def check_magnitude(program: Program, max_norm: float, first_edit: int = 0) -> N
         if norm > max_norm:
             raise SteeringError(
                 program.edit_source(index),
-                f"{KIND_OF[edit.code]} at {POINT_NAMES[edit.point]} may add a norm of {norm:.6g}; "
-                f"this server allows {max_norm:g} ({MAX_NORM.flag})",
+                f"{KIND_OF[edit.code]} at {POINT_NAMES[edit.point]} {_exceeds(edit, norm, max_norm, streams_at)}",
             )
 
 
-def check_live_magnitude(program: Program, strengths: Mapping[str, float], max_norm: float) -> None:
+def _exceeds(edit: CompiledEdit, norm: float, max_norm: float, streams_at: StreamsAt | None) -> str:
+    """Return the problem of a norm, with doses if the length of the stream is known."""
+    streams = [] if streams_at is None else streams_at(POINT_NAMES[edit.point], edit.layers)
+    found, allowed = (
+        " to ".join(dict.fromkeys(f"{value / length:.3g}" for length in (max(streams), min(streams))))
+        if streams
+        else ""
+        for value in (norm, max_norm)
+    )
+    doses = (f", a dose of {found}", f", a dose of {allowed}") if streams else ("", "")
+    return f"may add a norm of {norm:.6g}{doses[0]}; this server allows {max_norm:g}{doses[1]} ({MAX_NORM.flag})"
+
+
+def check_live_magnitude(
+    program: Program, strengths: Mapping[str, float], max_norm: float, *, streams_at: StreamsAt | None = None
+) -> None:
     """Check how much the edits of a running request may add to a row at other live strengths.
 
     Args:
         program: the program.
         strengths: new factors of the edits' strengths by name.
         max_norm: the largest norm that an edit may add; 0 for no limit.
+        streams_at: lengths of the stream, by which the error tells doses.
 
     Raises:
         SteeringError: an edit may add more than ``max_norm``.
@@ -65,8 +86,8 @@ def check_live_magnitude(program: Program, strengths: Mapping[str, float], max_n
         if norm > max_norm:
             raise SteeringError(
                 edit.live,
-                f"with {strengths[edit.live]:g}, {program.edit_source(index)} may add a norm of {norm:.6g}; "
-                f"this server allows {max_norm:g} ({MAX_NORM.flag})",
+                f"with {strengths[edit.live]:g}, {program.edit_source(index)} "
+                + _exceeds(edit, norm, max_norm, streams_at),
             )
 
 

@@ -5,9 +5,20 @@ from __future__ import annotations
 
 import msgspec
 
+from vllm_steer.errors import SteeringError
+from vllm_steer.registry.directions import Directions
 from vllm_steer.registry.errors import RegistryUnavailableError
+from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.module import TIERS, Module
-from vllm_steer.registry.schema import Content, GlobalSteering, ModuleInfo, ModuleList, ModuleUse, ProbeInfo
+from vllm_steer.registry.schema import (
+    Content,
+    GlobalSteering,
+    ModuleInfo,
+    ModuleList,
+    ModuleUse,
+    ProbeInfo,
+    StreamLength,
+)
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.request.references import Reference
 
@@ -40,6 +51,7 @@ def describe_module(snapshot: Snapshot, reference: Reference, *, data: bool = Fa
         width=module.width,
         probes=list(module.probes),
         content=_content(module, data),
+        streams=_streams(module, version.metadata),
         problem=problem,
     )
 
@@ -57,6 +69,20 @@ def describe_steering(snapshot: Snapshot, *, data: bool = False) -> GlobalSteeri
         modules=[ModuleUse(**msgspec.structs.asdict(each)) for each in steering.modules],
         content=_content(Module() if steering.content is None else snapshot.content(steering.content), data),
     )
+
+
+def _streams(module: Module, metadata: ModuleMetadata) -> list[StreamLength]:
+    if not metadata.streams:
+        return []
+    try:
+        found = Directions.of(module, metadata, "")
+    except SteeringError:
+        return []
+    known = [each for each in found.values() if each.stream > 0]
+    return [
+        StreamLength(point=each.point, layer=each.layer, length=each.stream, strength=each.strength(1.0))
+        for each in known
+    ]
 
 
 def _content(module: Module, data: bool) -> Content:

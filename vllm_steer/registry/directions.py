@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -207,6 +207,13 @@ class Directions(Mapping[int, Direction]):
             "auroc": json.dumps(aurocs),
         }
         save_module(path, {"base": vectors}, self.model, {"method": self.method, **about})
+
+
+def streams_at(module: Module, metadata: ModuleMetadata, point: str, layers: Collection[int]) -> list[float]:
+    """Return the lengths of the stream that a module tells at a point of some layers; of all if none is given."""
+    if point not in {edit.point for edit in module.base}:
+        return []
+    return [length for layer, length in metadata.streams.items() if not layers or layer in layers]
 
 
 def save_module(path: str | Path, content: Mapping[str, Any], model: str, provenance: Mapping[str, str]) -> None:

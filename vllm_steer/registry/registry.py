@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import builtins
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.composer import RequestComposer
 from vllm_steer.registry.describe import describe_module, describe_modules, describe_steering
+from vllm_steer.registry.directions import streams_at
 from vllm_steer.registry.errors import FIELD, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.index import RegistryLimits, ResolvedModule
 from vllm_steer.registry.metadata import ModuleMetadata, parse_metadata
@@ -111,6 +113,10 @@ class SteeringRegistry:
         """Largest norm that an edit may add on this server; 0 for no limit."""
         return self._limits.max_norm
 
+    def streams_at(self, point: str, layers: Collection[int]) -> builtins.list[float]:
+        """Return the lengths of the stream that the registered modules tell, without waiting for newer ones."""
+        return self._store.snapshot.streams_at(point, layers)
+
     @suggest_arguments(_ARGUMENT_ALIASES)
     def register(
         self,
@@ -182,7 +188,7 @@ class SteeringRegistry:
         """Register a parsed module; see `register`."""
         name = read_name(name, "name")
         self._checker.check(module.program, None)
-        check_magnitude(module.program, self._limits.max_norm)
+        check_magnitude(module.program, self._limits.max_norm, streams_at=partial(streams_at, module, metadata))
         if module.width != self._checker.hidden_size:
             raise SteeringError(
                 "probes", f"have width {module.width}; the model's hidden size is {self._checker.hidden_size}"
@@ -388,7 +394,7 @@ class SteeringRegistry:
         program = snapshot.steering_program
         if program is None:
             return
-        check_magnitude(program, self._limits.max_norm)
+        check_magnitude(program, self._limits.max_norm, streams_at=snapshot.streams_at)
         for prompt_len in (None, 1, max(self._checker.max_model_len - 1, 1)):
             try:
                 self._checker.check(program, prompt_len)

@@ -100,6 +100,19 @@ class Content(_Answer):
     """Complete content with packed vectors, in the form in which it can be registered again; null unless requested."""
 
 
+class StreamLength(_Answer):
+    """Length of the stream at a site of a module, by which a dose is converted to a strength."""
+
+    point: str
+    """Hook point of the vector."""
+    layer: int
+    """Layer of the vector."""
+    length: float
+    """Median norm of the stream, from the module's provenance."""
+    strength: float
+    """Scale of the module, or strength of an edit with its vector, that a dose of 1 means."""
+
+
 class ModuleInfo(_Answer):
     """Description of a module's current version, or of the requested version."""
 
@@ -125,6 +138,9 @@ class ModuleInfo(_Answer):
     """Names of the probes."""
     content: Content
     """Sites that the module edits."""
+    streams: list[StreamLength] = []
+    """Lengths of the stream at the sites of the module's vectors; empty if its provenance does not tell them, or if it
+    has other edits, so that requests cannot give a dose of it."""
     problem: str | None
     """Reason why the content cannot be read from the registry's directory, or null. Requests that name the module are
     then rejected."""

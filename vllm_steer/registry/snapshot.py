@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -12,7 +12,7 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import REGISTRY_MIB
 from vllm_steer.program import Program, join, scaled, with_source
-from vllm_steer.registry.directions import Directions
+from vllm_steer.registry.directions import Directions, streams_at
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.index import (
     GlobalSteeringState,
@@ -94,6 +94,12 @@ class Snapshot:
             return Directions.of(module, version.metadata, str(name))
         except SteeringError as error:
             raise SteeringError(field, error.problem) from None
+
+    def streams_at(self, point: str, layers: Collection[int]) -> list[float]:
+        """Return the lengths that the current modules tell; see `streams_at` of `directions`."""
+        current = [versions[-1] for versions in self.index.modules.values()]
+        known = [(self.contents[each.digest], each.metadata) for each in current if each.digest in self.contents]
+        return [length for each in known for length in streams_at(*each, point, layers)]
 
     @cached_property
     def _by_digest(self) -> dict[str, ModuleVersion]:

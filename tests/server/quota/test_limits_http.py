@@ -173,12 +173,18 @@ async def test_modules_count_towards_request_limits(path: Path, monkeypatch: pyt
     app = await start(make_guarded_app(path, steering_request_edits=2, steering_max_norm=10))
     client = client_of(app, secrets["me"])
     sites = {"post_block": {str(layer): vector(0.1 * layer + 0.1) for layer in range(3)}}
-    for name, body in (("large", {"base": sites}), ("small", {"base": {"pre_attn": {"1": vector()}}})):
+    small = {"base": {"pre_attn": {"1": vector()}}, "provenance": {"stream": '{"1": 20}'}}
+    for name, body in (("large", {"base": sites}), ("small", small)):
         assert (await client.post("/v1/steering/modules", json={"name": name, **body})).status_code == 200
     assert "3 edits" in rejected(await client.post(ROUTE, json={"steering_modules": ["large"]}), 413)["message"]
     assert (await client.post(ROUTE, json={"steering_modules": ["small"]})).status_code == 200
     over = rejected(await client.post(ROUTE, json={"steering_modules": [["small", 4.0]]}), 400)
-    assert "--steering-max-norm" in over["message"]
+    norm = 4 * HIDDEN**0.5
+    assert f"a norm of {norm:.6g}, a dose of {norm / 20:.3g}; this server allows 10, a dose of 0.5" in over["message"]
+    small["provenance"]["stream"] = '{"1": 10}'
+    assert (await client.post("/v1/steering/modules", json={"name": "again", **small})).status_code == 200
+    over = rejected(await client.post(ROUTE, json={"steering_modules": [{"module": "small", "dose": 1}]}), 400)
+    assert "a norm of 20, a dose of 1 to 2; this server allows 10, a dose of 0.5 to 1 (--" in over["message"]
     assert (await client.post("/v1/steering/set", json={"modules": ["large"]})).status_code == 200
     assert (await client.post(ROUTE, json={"steering_modules": ["small"]})).status_code == 200
     assert (await client.post(ROUTE, json={})).json()["steered"] is True

@@ -324,7 +324,7 @@ def test_norm_limit(edit: dict[str, Any], adds: float) -> None:
 
 
 def test_registry_applies_the_norm_limit() -> None:
-    """Catches modules or global steering with a norm that requests may not use."""
+    """Catches modules or global steering with a norm that requests may not use, and a dose of another site."""
     from tests.registry.modules import CAPABILITIES
     from vllm_steer.registry.index import RegistryLimits
     from vllm_steer.registry.registry import SteeringRegistry
@@ -333,13 +333,19 @@ def test_registry_applies_the_norm_limit() -> None:
     store = MemoryStore()
     free = SteeringRegistry(CAPABILITIES, store)
     strict = SteeringRegistry(CAPABILITIES, store, RegistryLimits(max_norm=10))
+    about = {"stream": '{"1": 50.0, "2": 1.0}'}
     large = {"post_block": {"1": [100.0] + [0.0] * (CAPABILITIES.hidden_size - 1)}}
     for change in (lambda: strict.register("calm", base=large), lambda: strict.set(base=large)):
         with pytest.raises(SteeringError, match="--steering-max-norm"):
             change()
-    free.register("calm", base=large)
-    with pytest.raises(SteeringError, match="--steering-max-norm"):
+    doses = r"a norm of 100, a dose of 2; this server allows 10, a dose of 0.2 \(--steering-max-norm\)"
+    with pytest.raises(SteeringError, match=doses):
+        strict.register("calm", base=large, provenance=about)
+    free.register("calm", base=large, provenance=about)
+    with pytest.raises(SteeringError, match=doses):
         strict.set(modules=["calm"])
+    with pytest.raises(SteeringError, match="a norm of 100; this server"):
+        strict.set(base={"pre_attn": large["post_block"]})
     assert strict.set(modules=[("calm", 0.1)]).digest is not None
     assert parse_module({"base": large}).program.edits
 

@@ -360,5 +360,6 @@ def _compose_in(
     if own and reservation is not None and PROGRAM_KEY in composed:
         program = Program.from_bytes(composed[PROGRAM_KEY])
         specs = [spec for _, spec in read_specs(composed)]
-        reservation.reserve_program(program, snapshot.steering_program, engine.capabilities.num_layers, specs)
+        num_layers, shared = engine.capabilities.num_layers, snapshot.steering_program
+        reservation.reserve_program(program, shared, num_layers, specs, snapshot.streams_at)
     return composed

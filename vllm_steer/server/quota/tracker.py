@@ -36,7 +36,7 @@ from vllm_steer.limits import (
 )
 from vllm_steer.program import Program
 from vllm_steer.program.compiled_edit import CompiledEdit
-from vllm_steer.program.magnitude import check_magnitude
+from vllm_steer.program.magnitude import StreamsAt, check_magnitude
 from vllm_steer.program.program import CompiledCapture
 from vllm_steer.request import CaptureSpec
 from vllm_steer.request.projection import Projection
@@ -102,7 +102,12 @@ class QuotaTracker:
         return value if key is None or limit.key_name is None else key.limits.get(limit.key_name, value)
 
     def measure(
-        self, program: Program, shared: Program | None, num_layers: int, specs: Sequence[CaptureSpec] = ()
+        self,
+        program: Program,
+        shared: Program | None,
+        num_layers: int,
+        specs: Sequence[CaptureSpec] = (),
+        streams_at: StreamsAt | None = None,
     ) -> ProgramUsage:
         """Return the resources of a program without those of global steering.
 
@@ -112,6 +117,7 @@ class QuotaTracker:
             num_layers: Number of layers of the model.
             specs: Captures of the request. Projections that the front end computes are not part of the program, but
                 their directions count as vectors.
+            streams_at: Known lengths of the stream, for errors.
 
         Raises:
             TooLargeError: The program exceeds a limit per request.
@@ -130,7 +136,8 @@ class QuotaTracker:
         self.check_count(REQUEST_EDITS, len(edits))
         self.check_count(REQUEST_VECTORS, len(vectors))
         self.check_count(REQUEST_LAYERS, len(layers))
-        check_magnitude(program, self.limit(MAX_NORM, None), len(program.edits) - len(edits))
+        first = len(program.edits) - len(edits)
+        check_magnitude(program, self.limit(MAX_NORM, None), first, streams_at=streams_at)
         content = msgspec.msgpack.encode(
             (program.edits, program.captures, program.digests, program.readouts, program.stops)
         )
@@ -256,12 +263,17 @@ class Reservation:
         self._released = False
 
     def reserve_program(
-        self, program: Program, shared: Program | None, num_layers: int, specs: Sequence[CaptureSpec] = ()
+        self,
+        program: Program,
+        shared: Program | None,
+        num_layers: int,
+        specs: Sequence[CaptureSpec] = (),
+        streams_at: StreamsAt | None = None,
     ) -> None:
         """Reserve the resources of the request's program, once; see `QuotaTracker.measure`. Raises ``AccessError``."""
         if self._program is not None or self._released:
             raise SteeringError(STEERING, "the request already has a program")
-        usage = self.tracker.measure(program, shared, num_layers, specs)
+        usage = self.tracker.measure(program, shared, num_layers, specs, streams_at)
         self.tracker.reserve_program(self._key, self._usage, usage)
         self._program = usage
 

@@ -135,9 +135,9 @@ class EngineRunner(LocalRunner):
 
     def _check_norm(self, params: Any) -> None:
         """Raise ``SteeringError`` if an edit may add more than the server allows, as for other requests."""
-        max_norm = self.context.registry.max_norm
-        if max_norm and (program := program_of(params)) is not None:
-            check_magnitude(program, max_norm)
+        registry = self.context.registry
+        if registry.max_norm and (program := program_of(params)) is not None:
+            check_magnitude(program, registry.max_norm, streams_at=registry.streams_at)
 
     async def _generate(self, tokens: Sequence[int], params: Any) -> Any:
         prompt = {"prompt_token_ids": list(tokens)}
