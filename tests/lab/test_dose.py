@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,16 @@ def test_an_interrupted_study_goes_on(llm: Any, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(dose_study, "_QUEUE", 7)
     whole = dose(llm, directions(0, 2), PROMPTS, **SETTINGS)
     assert len(whole.samples) == 8 + 2 * 2 * 4 + 2 * 4 * (2 + 3)
-    path, batch = tmp_path / "dose.jsonl", dose_study._Runner._batch
+    path, batch = tmp_path / "dose.jsonl", dose_study._Answer.__call__
     batches: list[int] = []
 
-    def killed(self: Any, work: Any) -> None:
+    def killed(self: Any, llm: Any, work: Any) -> Any:
         batches.append(len(work))
         if len(batches) == 5:
             raise KeyboardInterrupt
-        batch(self, work)
+        return batch(self, llm, work)
 
-    monkeypatch.setattr(dose_study._Runner, "_batch", killed)
+    monkeypatch.setattr(dose_study._Answer, "__call__", killed)
     with pytest.raises(KeyboardInterrupt):
         dose(llm, directions(0, 2), PROMPTS, **SETTINGS, out=path)
     done = sum(batches[:-1])
@@ -125,8 +126,10 @@ def test_the_command_runs_the_study(llm: Any, tmp_path: Path, monkeypatch: pytes
     command = ["dose", "v.safetensors", "--prompts", "prompts.jsonl", "--model", "m", "--out", "dose.jsonl"]
     command += ["--doses", "0.5", "--controls", "3", "--max-tokens", "4", "--layers", "2", "--examples", "pairs.jsonl"]
     files = ["--html", "dose.html", "--plot", "dose.svg", "--parquet", "dose.parquet"]
-    done = CliRunner().invoke(app, [*command, "--score", "judge:length", *files])
-    assert done.exit_code == 0, done.output
+    given: list[Any] = []
+    monkeypatch.setattr(commands, "start_engines", lambda *arguments: given.append(arguments) or nullcontext(llm))
+    done = CliRunner().invoke(app, [*command, "--score", "judge:length", *files, "--ray"])
+    assert done.exit_code == 0 and given == [("m", [], "dose")], done.output
     study = DoseResult.load("dose.jsonl").study
     assert (study.layers, study.doses, study.controls, study.shuffles) == ((2,), (0.5,), 3, 5)
     assert study.score == "function judge.length" and DoseResult.load("dose.jsonl").verdict in done.output

@@ -15,9 +15,11 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.lab.test_dose import READOUT, directions
 from tests.tiny import VOCAB, llm_settings, register_class
 from vllm_steer import open_captures
-from vllm_steer.lab import RayEngines, harvest, ray_engines, shards, text_rows
+from vllm_steer.lab import ProbeScore, RayEngines, dose, dose_study, harvest, ray_engines, shards, text_rows
+from vllm_steer.lab.samples import SampleFile
 
 RANDOM = np.random.default_rng(7)
 TEXTS = [{"text": RANDOM.integers(0, VOCAB, RANDOM.integers(2, 20)).tolist(), "tag": f"t{i}"} for i in range(400)]
@@ -90,6 +92,39 @@ def check(found: list[Any], wanted: list[Any]) -> None:
         np.testing.assert_allclose(mine[3:], other[3:], rtol=1e-3, atol=1e-3)
 
 
+def check_dose(llm: Any, engines: RayEngines, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a study that is interrupted without Ray, then with it, ends like one that is not interrupted."""
+    prompts, add = [text["text"] for text in TEXTS if len(text["text"]) > 4][:8], SampleFile.add
+    given = {"score": ProbeScore(READOUT), "doses": [0.5, 1.0], "controls": 3, "max_tokens": 5}
+    whole = dose(llm, directions(0, 2), prompts, **given)
+    seen: list[int] = []
+
+    def interrupted(file: SampleFile, samples: Any) -> None:
+        add(file, samples)
+        seen.append(len(samples))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SampleFile, "add", interrupted)
+    monkeypatch.setattr(dose_study, "_QUEUE", 5)
+    with pytest.raises(KeyboardInterrupt):
+        dose(llm, directions(0, 2), prompts, **given, out=path)
+    seen.clear()
+    with pytest.raises(KeyboardInterrupt):
+        dose(engines, directions(0, 2), prompts, **given, out=path)
+    assert 0 < max(seen) < 5, "the texts were not divided among the engines"
+    monkeypatch.setattr(SampleFile, "add", add)
+    found = dose(engines, directions(0, 2), prompts, **given, out=path)
+    samples = [sorted(each.samples, key=lambda sample: sample.key) for each in (found, whole)]
+    assert len(path.read_text().splitlines()) == 1 + len(whole.samples) == 1 + len(samples[0])
+    for mine, other in zip(*samples, strict=True):
+        assert (mine.key, mine.tokens, mine.repetition) == (other.key, other.tokens, other.repetition)
+        np.testing.assert_allclose((mine.score, mine.loss), (other.score, other.loss), rtol=1e-2, atol=1e-2)
+    assert found.study == whole.study and found.chosen == whole.chosen
+    assert [each.kind for each in found.held_out] == [each.kind for each in whole.held_out]
+    assert dose(llm, directions(0, 2), prompts, **given, out=path).verdict == found.verdict
+
+
 def test_a_node_dies(llm: Any, folder: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rows that a node takes with it, stores twice or leaves half, and a run that goes on only where it began.
 
@@ -128,6 +163,7 @@ def test_a_node_dies(llm: Any, folder: Path, cluster: Cluster, tmp_path: Path, m
     with RayEngines(str(folder), **llm_settings()) as engines:
         assert engines.count == 2
         found = harvest(engines, TEXTS, out, **SITES)
+        check_dose(llm, engines, tmp_path / "dose.jsonl", monkeypatch)
     killer.join(1)
     assert not killer.is_alive(), "the node was not killed"
     assert found == whole, "other settings or counts than without Ray"

@@ -107,6 +107,7 @@ def dose(
     html: Annotated[Path | None, typer.Option(help="Write the verdict and all numbers to this page.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the picture to this image.")] = None,
     parquet: Annotated[Path | None, typer.Option(help="Write all texts to this Parquet file.")] = None,
+    ray: Ray = False,
     seed: Seed = 0,
 ) -> None:
     """Measure the effect and the cost of vectors at layers and doses, beside controls, and print a verdict."""
@@ -129,7 +130,8 @@ def dose(
             "layers": None if layers is None else read_layer_range(layers),
         }  # fmt: skip
         made, read = Directions.load(vectors), read_prompts(prompts, chat=chat)
-        result = study(start_engine(model, context.args, "dose"), made, read, use_tqdm=True, **given)
+        with _started(model, context.args, "dose", ray) as llm:
+            result = study(llm, made, read, use_tqdm=True, **given)
         for path, write in ((html, result.to_html), (plot, result.plot), (parquet, result.save)):
             if path is not None:
                 write(path)

@@ -58,7 +58,7 @@ class CellResult:
 def results_of(study: Study, samples: Sequence[Sample], prompts: Collection[int]) -> list[CellResult]:
     """Return the results of each direction, layer and dose on some prompts, all of which have their texts."""
     by_cell: dict[tuple[Kind, int, int, float], list[Sample]] = {}
-    for sample in sorted(samples, key=lambda sample: sample.prompt):
+    for sample in sorted(samples, key=lambda sample: (sample.prompt, sample.key)):
         if sample.prompt in prompts:
             by_cell.setdefault(sample.key[:4], []).append(sample)
     plain = by_cell.pop(("plain", 0, -1, 0.0))

@@ -7,11 +7,11 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from vllm_steer.lab.activations import collect, described_tokens, read_site_laye
 from vllm_steer.lab.dose_result import DoseResult, choose
 from vllm_steer.lab.examples import Examples, Source, Text, read_examples, read_prompts
 from vllm_steer.lab.methods import METHODS, Method, directions_of
+from vllm_steer.lab.ray_engines import RayEngines
 from vllm_steer.lab.samples import Kind, Sample, SampleFile, Study
 from vllm_steer.lab.scores import ProbeScore, Reading, Score, read_again, repetition, score_name
 from vllm_steer.params import SamplingParams
@@ -31,7 +32,9 @@ DOSES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 CONTROLS, SHUFFLES = 20, 5
 _LEAST_PROMPTS = 8
 _QUEUE = 256
-"""Requests that are submitted, scored and written together."""
+"""Most requests that are submitted, scored and written together."""
+_PARTS_PER_ENGINE = 8
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +77,7 @@ def dose(
     length and, given the examples, with directions of shuffled labels.
 
     Args:
-        llm: An `LLM` with steering.
+        llm: An `LLM` with steering, or `RayEngines`.
         vectors: Directions that `make` returned, or a file of vectors in any format.
         prompts: A file of JSON lines or a list, with at least 8 prompts; see `read_prompts`.
         score: What is to increase: `Keywords`, `ProbeScore` or a function of prompt and text.
@@ -103,7 +106,7 @@ def dose(
     read_integer(controls, 2, 1000, "controls")
     shown = None if examples is None else read_examples(examples)
     made = vectors if isinstance(vectors, Directions) else Directions.load(vectors)
-    model, at = _placed(llm, made, layers, read, max_tokens)
+    model, at = _on(llm, _placed, made, layers, read, max_tokens)
     order = np.random.default_rng(seed).permutation(len(read)).tolist()
     choosing, held_out = sorted(order[: len(read) // 2]), tuple(sorted(order[len(read) // 2 :]))
     study = Study(
@@ -114,19 +117,26 @@ def dose(
     )  # fmt: skip
     with nullcontext() if out is not None else tempfile.TemporaryDirectory() as folder:
         file = SampleFile(Path(out) if out is not None else Path(str(folder), "samples.jsonl"), study)
-        runner = _Runner(llm, read, score, max_tokens, tokens, dict(sampling or {}), file, use_tqdm)
+        probe = score if isinstance(score, ProbeScore) else None
+        answer = _Answer(read, probe, tokens, {"temperature": 0.0, **(sampling or {}), "max_tokens": max_tokens})
+        runner = _Runner(llm, read, score, answer, file, use_tqdm)
         cells = [_Cell("plain", 0, None, 0.0, range(len(read)))]
         cells += [_Cell("vector", 0, each, amount, choosing) for each in at.values() for amount in grid]
         runner.run(cells)
         chosen = at[choose(study, file.samples)[0]]
         tried: list[tuple[Kind, list[Direction]]] = [("random", chosen.random(controls, seed))]
         if shown is not None:
-            tried.append(("shuffled", _shuffled(llm, shown, made, chosen, seed)))
+            tried.append(("shuffled", _on(llm, _shuffled, shown, made, chosen, seed)))
         cells = [_Cell("vector", 0, chosen, sign * amount, held_out) for amount in grid for sign in (1, -1)]
         for kind, directions in tried:
             cells += [_Cell(kind, n, each, amount, held_out) for n, each in enumerate(directions) for amount in grid]
         runner.run(cells)
         return DoseResult(study, tuple(file.samples))
+
+
+def _on(llm: Any, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Return ``function(llm, *arguments)``, which one of several engines computes."""
+    return llm.call(function, *arguments) if isinstance(llm, RayEngines) else function(llm, *arguments)
 
 
 def _digest(content: Any) -> str:
@@ -161,15 +171,36 @@ def _shuffled(llm: Any, examples: Examples, made: Directions, at: Direction, see
 
 
 @dataclass(frozen=True, eq=False)
+class _Answer:
+    """Generates the texts of cells and reads them again, on an engine."""
+
+    prompts: Sequence[Text]
+    probe: ProbeScore | None
+    tokens: Any
+    sampling: Mapping[str, Any]
+
+    def __call__(self, llm: Any, work: Sequence[tuple[_Cell, int]]) -> list[tuple[str, tuple[int, ...], Reading]]:
+        """Return text, token ids and reading for each cell and prompt."""
+        params = []
+        for cell, _ in work:
+            edit = None if cell.direction is None else cell.direction.add(cell.dose, tokens=self.tokens)
+            params.append(SamplingParams(steering=edit, **self.sampling))
+        texts = [self.prompts[prompt] for _, prompt in work]
+        chats = isinstance(texts[0][0], dict)
+        outputs = (llm.chat if chats else llm.generate)(texts, params, use_tqdm=False)
+        made = (each.outputs[0] for each in outputs)
+        readings = read_again(llm, outputs, self.probe)
+        return [(each.text, tuple(each.token_ids), reading) for each, reading in zip(made, readings, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
 class _Runner:
-    """Generates and scores the texts of cells."""
+    """Scores the texts of cells and adds them to the file."""
 
     llm: Any
     prompts: Sequence[Text]
     score: Score
-    max_tokens: int
-    tokens: Any
-    sampling: Mapping[str, Any]
+    answer: _Answer
     file: SampleFile
     use_tqdm: bool
 
@@ -178,33 +209,29 @@ class _Runner:
         done = {sample.key for sample in self.file.samples}
         work = [(cell, prompt) for cell in cells for prompt in cell.prompts if cell.key(prompt) not in done]
         total = sum(len(cell.prompts) for cell in cells)
+        size = _QUEUE
+        if isinstance(self.llm, RayEngines):
+            size = max(1, min(_QUEUE, math.ceil(len(work) / (self.llm.count * _PARTS_PER_ENGINE))))
+        parts = (work[start : start + size] for start in range(0, len(work), size))
+        if isinstance(self.llm, RayEngines):
+            answers = self.llm.map(self.answer, parts)
+        else:
+            answers = ((part, self.answer(self.llm, part)) for part in parts)
         with Progress("dose") if self.use_tqdm else nullcontext() as bar:
             if bar is not None:
                 bar.count(total, total - len(work), 0)
-            for start in range(0, len(work), _QUEUE):
-                part = work[start : start + _QUEUE]
-                self._batch(part)
-                if bar is not None:
-                    bar.count(total, len(part), 0)
+            with closing(answers):
+                for part, found in answers:
+                    self.file.add([self._sample(*each) for each in zip(part, found, strict=True)])
+                    if bar is not None:
+                        bar.count(total, len(part), 0)
 
-    def _batch(self, work: Sequence[tuple[_Cell, int]]) -> None:
-        given = {"temperature": 0.0, **self.sampling, "max_tokens": self.max_tokens}
-        params = []
-        for cell, _ in work:
-            edit = None if cell.direction is None else cell.direction.add(cell.dose, tokens=self.tokens)
-            params.append(SamplingParams(steering=edit, **given))
-        texts = [self.prompts[prompt] for _, prompt in work]
-        chats = isinstance(texts[0][0], dict)
-        outputs = (self.llm.chat if chats else self.llm.generate)(texts, params, use_tqdm=False)
-        readings = read_again(self.llm, outputs, self.score if isinstance(self.score, ProbeScore) else None)
-        self.file.add([self._sample(*each) for each in zip(work, outputs, readings, strict=True)])
-
-    def _sample(self, place: tuple[_Cell, int], output: Any, reading: Reading) -> Sample:
+    def _sample(self, place: tuple[_Cell, int], answer: tuple[str, tuple[int, ...], Reading]) -> Sample:
         cell, prompt = place
-        made = output.outputs[0]
+        text, tokens, reading = answer
         loss = float(np.mean(reading.losses)) if reading.losses else None
-        value = self._scored(prompt, made.text, reading.probe)
-        return Sample(*cell.key(prompt), made.text, value, loss, len(reading.losses), repetition(made.token_ids))
+        value = self._scored(prompt, text, reading.probe)
+        return Sample(*cell.key(prompt), text, value, loss, len(reading.losses), repetition(tokens))
 
     def _scored(self, prompt: int, text: str, probe: float) -> float:
         given = self.prompts[prompt]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,10 @@ def harvest(
             stored = write_behind(rows.batches(left), write)
         else:
             stored = rows.run(llm, folder, settings, left)
-        for number in stored:
-            if bar is not None:
-                bar.count(settings.texts, number, 0)
+        with closing(stored):
+            for number in stored:
+                if bar is not None:
+                    bar.count(settings.texts, number, 0)
         if left and isinstance(rows, ShardTask):
             done.update(_all_stored(folder, settings))
     return _counted(settings, done)

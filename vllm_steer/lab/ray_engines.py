@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -91,7 +91,7 @@ class RayEngines:
         self._shared: tuple[Any, list[Any]] | None = None
         self._lost = 0
 
-    def map(self, task: Callable[[Any, Item], Result], items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
+    def map(self, task: Callable[[Any, Item], Result], items: Iterable[Item]) -> Generator[tuple[Item, Result]]:
         """Call ``task(llm, item)`` for each item on some engine; yield items and results as they come.
 
         Raises:

@@ -14,8 +14,9 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +38,7 @@ _PARTS = ".shards-"
 Batch = TypeVar("Batch", bound=Sized)
 
 
-def write_behind(batches: Iterable[Batch], write: Callable[[Batch], object]) -> Iterator[int]:
+def write_behind(batches: Iterable[Batch], write: Callable[[Batch], object]) -> Generator[int]:
     """Write each batch while the next one runs; yield the length of each batch that is written."""
     with ThreadPoolExecutor(1) as pool:
         last: tuple[Future[object], int] | None = None
@@ -108,15 +109,16 @@ class ShardTask:
         ((_, settings),) = engines.map(self, [None])
         return settings
 
-    def run(self, engines: RayEngines, folder: Path, settings: Any, left: Sequence[int]) -> Iterator[int]:
+    def run(self, engines: RayEngines, folder: Path, settings: Any, left: Sequence[int]) -> Generator[int]:
         """Write the texts ``left`` on all engines; yield the number of texts of each shard that is written."""
         parts, start = folder / f"{_PARTS}{secrets.token_hex(4)}", time.time_ns()
         size = max(1, min(SHARD_TEXTS, len(left) // (engines.count * _SHARDS_PER_ENGINE)))
         shards = [_Shard(parts, start, settings, left[i : i + size]) for i in range(0, len(left), size)]
         parts.mkdir()
         try:
-            for shard, _ in engines.map(self, shards):
-                yield len(shard.numbers)
+            with closing(engines.map(self, shards)) as written:
+                for shard, _ in written:
+                    yield len(shard.numbers)
         finally:
             remove_parts(folder)
 
