@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
 from typer.testing import CliRunner
@@ -41,6 +42,13 @@ def test_modules(url: str, tmp_path: Path) -> None:
     assert all(word in shown for word in (module().digest, "joy", "base", "decode", "ablate at post_block"))
     assert json.loads(run(url, "modules", "show", "calm", "--json"))["digest"] == module().digest
     assert "0.75" in shown and "pre_attn" in shown  # how the probe `whole` is read
+    (tmp_path / "long.json").write_text(json.dumps({**BASE, "provenance": {"stream": '{"1": 54.5}'}}))
+    run(url, "modules", "add", "long", str(tmp_path / "long.json"))
+    strength = 54.5 / float(np.linalg.norm(vector(1)))
+    assert ["post_block", "1", "54.5", f"{strength:.4g}"] in [
+        line.split() for line in run(url, "modules", "show", "long").splitlines()
+    ]
+    run(url, "modules", "rm", "long")
     run(url, "modules", "export", "calm", str(tmp_path / "again.safetensors"))
     assert read_module((tmp_path / "again.safetensors").read_bytes())[0] == module()
     assert "is a folder" in run(url, "modules", "export", "calm", str(tmp_path), status=1)

@@ -75,24 +75,11 @@ def refuse_names(vector: object, *, takes_matrix: bool) -> None:
     )
 
 
-class SiteDirection(Protocol):
-    """A direction of one site, such as a `Direction` of the registry."""
-
-    @property
-    def vector(self) -> npt.NDArray[np.float32]:
-        """The vector."""
-        ...
-
-    def strength(self, dose: float) -> float:
-        """Return the strength with which the vector adds a dose."""
-        ...
-
-
 class DirectionSource(Protocol):
     """Directions by site, such as the `Directions` of a file."""
 
-    def direction_at(self, point: str | None, layers: Any, /) -> SiteDirection:
-        """Return the direction for an edit of one layer; raise SteeringError if there is none."""
+    def direction_at(self, point: str | None, layers: Any, /) -> Any:
+        """Return the `Direction` for an edit of one layer; raise SteeringError if there is none."""
         ...
 
 
