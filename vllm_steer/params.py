@@ -405,7 +405,7 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
         decode_steering_vectors: Vectors added at generated tokens.
         steering: A list of `Edit` or of dicts of its arguments.
         steering_modules: Registered modules by name, such as ``["calm", ("terse", 0.5)]``. The number scales the
-            module's edits.
+            module's edits; ``{"module": "calm", "dose": 0.5}`` gives a dose instead.
         capture: ``{consumer: spec}``: the rows that each consumer receives. A spec is a
             `CaptureSpec` or a dict of its arguments.
         readouts: ``{name: readout}``: numbers computed from the stream of each token, such as

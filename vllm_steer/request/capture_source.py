@@ -71,7 +71,7 @@ def refuse_names(vector: object, *, takes_matrix: bool) -> None:
     raise SteeringError(
         "vector",
         "refers to rows or to a module on a server, which Edit(...) cannot look up; in a request to that server write "
-        "the edit as a plain dict; offline pass the CaptureResult or an array",
+        "the edit as a plain dict; offline pass the CaptureResult, Directions or an array",
     )
 
 

@@ -339,14 +339,14 @@ class Edit:
             definition.check(given)
         omitted = definition.finds_site and named_layer is None and layers is None
         places = () if omitted else read_layers_of(named_layer, layers, place)
-        if has_directions(given["vector"]):
+        if directed := has_directions(given["vector"]):
             direction = given["vector"].direction_at(place, places)
             given["vector"] = direction.vector
             strength = strength if dose is None else direction.strength(given["dose"])
-        elif dose is not None:
-            raise no_dose("an array")
         if "vector" in definition.params:
             given["vector"], tokens = _read_rows(given["vector"], definition, str(place), places, tokens)
+        if dose is not None and not directed:
+            raise no_dose("an array")
         if subspace is not None:
             given["subspace"] = parse_subspace(subspace, int(given["vector"].shape[-1]))
         if tokens is None:

@@ -38,7 +38,8 @@ _conditions = st.fixed_dictionaries(
 _edits = st.fixed_dictionaries(
     {"kind": st.sampled_from(["add", "add_normed", "ablate", "clamp", "replace"]), "point": _points, "layers": _layers},
     optional={
-        "vector": _vectors | st.lists(_vectors, max_size=3), "strength": _scalars, "tokens": _tokens, "low": _scalars,
+        "vector": _vectors | st.lists(_vectors, max_size=3) | st.fixed_dictionaries({"module": _scalars}),
+        "strength": _scalars, "dose": _scalars, "tokens": _tokens, "low": _scalars,
         "when": _conditions, "live": _texts, "subspace": st.lists(_vectors, max_size=3), "odd": _scalars,
     },
 )  # fmt: skip
@@ -60,7 +61,7 @@ _fields = st.fixed_dictionaries(
         "readouts": st.dictionaries(st.sampled_from(["r", "\ud800", "a b"]), _readouts, max_size=2) | _scalars,
         "stop_on": st.lists(_conditions, max_size=2),
         "capture": st.dictionaries(st.sampled_from(["memory", "filesystem", "odd"]), _captures, max_size=2) | _scalars,
-        "steering_modules": st.lists(_texts, max_size=2),
+        "steering_modules": st.lists(_texts | st.fixed_dictionaries({"module": _texts, "dose": _scalars}), max_size=2),
         "vllm_xargs": st.dictionaries(_encodable, st.integers(), max_size=2)
         | st.just({f"z\u4e00{i}": 1 for i in range(3000)}),
         "stream": st.booleans(),
