@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.extras import install_hint
+from vllm_steer.request.scalars import read_integer
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -79,7 +80,7 @@ class RayEngines:
                 raise SteeringError("ray", f"the cluster cannot be reached: {error}") from None
         world = (options.get(f"{name}_parallel_size") or 1 for name in ("tensor", "pipeline", "data"))
         kind, need, room = room_for([each["Resources"] for each in ray.nodes() if each["Alive"]], *world)
-        self.count = room if engines is None else engines
+        self.count = room if engines is None else read_integer(engines, 1, 10_000, "engines")
         """Number of engines."""
         variables = {name: os.environ[name] for name in os.environ if name.startswith(_PREFIXES)}
         self._actor = ray.remote(Engine).options(
