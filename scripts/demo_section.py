@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pages import ROOT, load_result, table
 
 from demo.study import SHOWN_TOKENS
-from demo.texts import MOOD, mood
+from demo.texts import MOOD, ordered
 
 PLACES = ("minus", "plain", "plus")
 
@@ -61,11 +60,6 @@ def try_it() -> str:
         cpus=found["environment"]["cpus"],
         size=target.partition("(")[2].rstrip(")"),
     ).lstrip()
-
-
-def ordered(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the rows whose answers have a higher mood from sad to plain to happy."""
-    return [row for row in rows if mood(row["minus"]) < mood(row["plain"]) < mood(row["plus"])]
 
 
 def answers() -> str:

@@ -19,7 +19,7 @@ from demo.checks import STEPS, checks
 from demo.measures import perplexities
 from demo.run import MODEL, RECORD
 from demo.study import choose
-from tests.repo.tree import load_script, read
+from tests.repo.tree import read
 from vllm_steer.lab import Direction
 
 Results = dict[str, Any]
@@ -211,7 +211,7 @@ def test_words_are_single_tokens() -> None:
 def test_the_readme_shows_the_recorded_answers(results: Results) -> None:
     """Catches answers that were written by hand."""
     readme = read("README.md")
-    chosen = load_script("demo_section").ordered(results["shown"]["rows"])[0]
+    chosen = texts.ordered(results["shown"]["rows"])[0]
     for name in ("minus", "plain", "plus"):
         assert " ".join(chosen[name].split()) in readme
 
@@ -219,6 +219,6 @@ def test_the_readme_shows_the_recorded_answers(results: Results) -> None:
 def test_the_readme_chooses_by_mood() -> None:
     """Catches an answer that is shown though steering did not move its mood in both directions."""
     sad, plain, happy = "a grim and sad day", "a day", "a lovely day"
-    rows = [dict(zip(("minus", "plain", "plus"), texts, strict=True)) for texts in permutations((sad, plain, happy))]
+    rows = [dict(zip(("minus", "plain", "plus"), row, strict=True)) for row in permutations((sad, plain, happy))]
     rows.append({"minus": sad, "plain": plain, "plus": plain})
-    assert load_script("demo_section").ordered(rows) == rows[:1]
+    assert texts.ordered(rows) == rows[:1]
