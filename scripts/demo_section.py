@@ -38,12 +38,12 @@ FIGURES = """
 over {pairs} pairs of sad and happy sentences, is added to the output of layer {layer}: {minus:+} and {plus:+} times
 the norm of the residual stream.
 
-* The log-odds of {words_plus} happy next words ({first_plus}, ...) against {words_minus} sad ones ({first_minus},
-  ...), the mean over {starts} beginnings of sentences such as "{start}", move by {low:+.1f} and {high:+.1f}; with
-  {random} random directions of the same norm, by {random_low:+.1f} to {random_high:+.1f}.
+* The log-odds of {words_plus} happy next words ({first_plus}, …) against {words_minus} sad ones ({first_minus}, …),
+  the mean over {starts} beginnings of sentences such as "{start}", move by {low:+.1f} and {high:+.1f}; with {random}
+  random directions of the same norm, by {random_low:+.1f} to {random_high:+.1f}.
 * The perplexity of the answers to {prompts} prompts under the model without steering is {ppl_minus:.1f} and
-  {ppl_plus:.1f}; that of plain answers is {ppl_plain:.1f}. It says how unlikely the model finds the text: random
-  words have a perplexity of thousands.
+  {ppl_plus:.1f}; that of plain answers is {ppl_plain:.1f}. It says how unlikely the model finds the text; 1 is
+  certainty.
 * As a probe, the direction puts {right} of {total} new sentences on their side. An edit that applies only where the
   probe reads sad changes the answers to {sad} sad users and none to {other} others.
 * With the direction's component held at its mean in all layers, happy and sad contexts are {ablated:.1f} apart in the
@@ -87,8 +87,8 @@ def figures() -> str:
         **_steering(found),
         words_plus=len(MOOD.plus_words),
         words_minus=len(MOOD.minus_words),
-        first_plus=MOOD.plus_words[0],
-        first_minus=MOOD.minus_words[0],
+        first_plus=", ".join(MOOD.plus_words[:2]),
+        first_minus=", ".join(MOOD.minus_words[:2]),
         starts=len(MOOD.starts),
         start=MOOD.starts[0],
         low=control["minus"],

@@ -79,12 +79,13 @@ def cost_of(cost: Cost) -> Measured:
 
 
 GLANCE = """
-* **Speed** (layer sizes of Llama 3.1 8B, 256 requests at once{note}): {idle:.0%} of stock vLLM's throughput while no
-  request steers, {own:.0%} with different edits in each request ({gpu}), {pictured:.0%} with 256 different vectors
-  ({other_gpu}). Through the server, with an own vector, 16 probes or a capture in each request: {low:.0%} to
-  {high:.0%}, with {slow_low:.0%} to {slow_high:.0%} more time per token ([cost](#cost)).
-* **Memory and start**: {less:.2f} GiB less for the key-value cache; a server starts {later:.0f} s later, {again:.0f}
-  s with filled compile caches.
+* **Speed** (layer sizes of Llama 3.1 8B, 256 requests at once{build}; the hosts ran other jobs too): {idle:.0%} of
+  stock vLLM's throughput while no request steers ({idle_gpu}), {own:.0%} with different edits in each request
+  ({own_gpu}), {pictured:.0%} with 256 different vectors ({peers_gpu}). Through the server, with an own vector, 16
+  probes or a capture in each request: {low:.0%} to {high:.0%}, with {slow_low:.0%} to {slow_high:.0%} more time per
+  token ({served_gpu}; [cost](#cost)).
+* **Memory and start** ({start_gpu}{build}): {less:.2f} GiB less for the key-value cache; a server starts {later:.0f}
+  s later, {again:.0f} s with filled compile caches.
 * **Limits**: decoder layers of [proven classes](docs/reference/architectures.md) only; `vllm-steer doctor MODEL`
   checks a model ([limitations](#limitations)).
 """.lstrip()
@@ -97,13 +98,17 @@ def glance() -> str:
     ways = [each for each in served["figures"] if each["concurrency"] == 256 and each["way"] in SERVED]
     throughput, slower = ([each[figure][0] for each in ways] for figure in ("tokens_per_second", "token_ms"))
     stock, steering = (started["servers"][kind] for kind in ("stock", "steering"))
-    earlier = not (current("idle steps", idle.result) and current("steered steps", own.result))
+    kinds = {"idle steps": idle.result, "steered steps": own.result, "server": served, "requests": started}
+    earlier = not all(current(kind, result) for kind, result in kinds.items())
     return GLANCE.format(
         idle=idle.figures["throughput"],
         own=own.figures["throughput"],
-        gpu=machine_of(own.result),
+        idle_gpu=machine_of(idle.result),
+        own_gpu=machine_of(own.result),
         pictured=peer_sections.ratio_of_ours(256),
-        other_gpu=machine_of(served),
+        peers_gpu=machine_of(read(peer_sections.VECTORS_RESULT)),
+        served_gpu=machine_of(served),
+        start_gpu=machine_of(started),
         low=min(throughput),
         high=max(throughput),
         slow_low=min(slower) - 1,
@@ -111,7 +116,7 @@ def glance() -> str:
         less=stock["cache_gib"] - steering["cache_gib"],
         later=steering["start_seconds"] - stock["start_seconds"],
         again=steering["restart_seconds"] - stock["restart_seconds"],
-        note=", an earlier build, hosts that ran other jobs too" if earlier else "",
+        build=", an earlier build" if earlier else "",
     )
 
 
@@ -120,19 +125,20 @@ def costs() -> str:
     rows = []
     for cost in COSTS:
         shown = (ratio(cost, figure) for figure in ("throughput", "per token"))
-        rows.append((cost.workload, f"{int(cost.batch):,}", *shown, cost.published))
+        gpu = machine_of(cost_of(cost).result)
+        rows.append((cost.workload, gpu, f"{int(cost.batch):,}", *shown, cost.published))
     served = read("gpu-serve-llama-8b.json")
     mark = "" if current("server", served) else "²"
     for each in served["figures"]:
         if each["concurrency"] == 256 and each["way"] in SERVED:
             shown = (f"{each[figure][0]:.2f}{mark}" for figure in ("tokens_per_second", "token_ms"))
-            rows.append((SERVED[each["way"]], "256", *shown, ""))
+            rows.append((SERVED[each["way"]], machine_of(served), "256", *shown, ""))
     return (
         "A model with the layer sizes of Llama 3.1 8B and random weights, on one GPU. The figures are ratios to stock\n"
         "vLLM with compilation and CUDA graphs, measured in turns on the same GPU. They come from the results that\n"
         "[Performance](docs/reference/performance.md) shows with their targets, beside what steering adds to\n"
         "the start of a server and to the first token:\n\n"
-        + table(("workload", "requests", "throughput", "time per token", "throughput published by others¹"), rows)
+        + table(("workload", "GPU", "requests", "throughput", "time per token", "published by others¹"), rows)
         + "\n¹ On other models and machines; see [comparison](docs/explanation/comparison.md).\n"
         + ("² Of an earlier build.\n" if "²" in str(rows) else "")
     )
