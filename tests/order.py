@@ -19,7 +19,7 @@ import pytest
 RECORD = Path(__file__).with_name("seconds.json")
 SHARING = re.compile(
     r"(tests/server)/(?:test_(?:server(?!_modules|_stock)\w*|openai_example)|hostile/\w+|routes/test_capabilities)\.py"
-    r"|(tests/studio)/test_(?:studio|page)\.py"
+    r"|(tests/studio)/test_(?:studio|page|mistakes)\.py"
     r"|(tests/peers)/test_(?:inspect|grammar|rhizonymph_server|vllm_lens_server)\.py"
 )
 """Files whose tests use a server of the session, and the folder whose ``conftest.py`` starts it."""

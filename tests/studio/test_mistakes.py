@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The studio when a user mistypes, an answer fails, or another client changes global steering.
+
+The fixture `opened` also catches a script that fails, a request to another host, and text that is taken for HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import expect
+
+from tests.studio.browser import CHAT_ROUTE, TIMEOUT_MS, Opened, events, say
+
+pytestmark = pytest.mark.slow
+expect.set_options(timeout=TIMEOUT_MS)
+
+
+def send(page: Any, text: str) -> None:
+    """Send a chat message with the keyboard."""
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_global_steering_of_another_client_is_shown(opened: Opened) -> None:
+    """Catches a page that denies the global steering which another client has set since the page was opened."""
+    page = opened.open("steer")
+    banner = page.locator("main > .warning")
+    expect(banner).to_have_count(0)
+    key = {"authorization": f"Bearer {opened.server.keys['all']}"}
+    with httpx.Client(base_url=opened.server.url, headers=key, timeout=60) as client:
+        assert client.post("/v1/steering/set", json={"modules": [["mood", 0.5]]}).status_code == 200
+        try:
+            page.get_by_label("Most tokens").fill("3")
+            page.get_by_role("button", name="Run both").click()
+            expect(banner).to_contain_text(re.compile("Global steering is set: mood . 0.5"))
+            expect(page.locator(".status").first).to_contain_text("done")
+            expect(page.locator(".status").first).to_contain_text("global steering was on")
+            expect(page.get_by_role("heading", name="Steered (no edits)")).to_be_visible()
+        finally:
+            client.post("/v1/steering/clear")
+    page.get_by_role("link", name="Chat").click()  # a view asks when it is opened
+    expect(banner).to_have_count(0)
+
+
+def test_the_range_of_a_threshold_only_widens(opened: Opened) -> None:
+    """Catches a slider that cannot go above the values of a run which the threshold has stopped."""
+    page = opened.open("probes")
+    page.get_by_role("button", name="Add probe").click()
+    page.get_by_label("Most tokens").fill("30")
+    run = page.get_by_role("button", name="Run", exact=True)
+    slider = page.get_by_role("slider", name="Threshold")
+    box = page.get_by_role("spinbutton", name="Threshold of mood/happy")
+    bounds = lambda: [float(slider.get_attribute(name) or "nan") for name in ("min", "max")]  # noqa: E731
+    run.click()
+    expect(page.locator(".status")).to_contain_text("done")
+    said = page.locator(".probe .hint").inner_text()
+    low, high = (float(each) for each in re.findall(r"from (\S+) to ([^;\s]+)", said)[0])
+    first = bounds()
+    assert first[0] < low < high < first[1]
+    typed = str(low - (high - low) / 10)
+    box.fill(typed)
+    page.get_by_label("Stop there").check()
+    run.click()
+    expect(page.locator(".status")).to_contain_text("at token 1 ")
+    expect(page.locator(".status")).to_contain_text("1 token ")
+    assert bounds()[0] <= first[0] and bounds()[1] >= first[1]
+    slider.press("ArrowRight")
+    expect(box).not_to_have_value(typed)
+    assert len(re.sub(r"^-?0*\.?0*|\.", "", box.input_value())) <= 3
+
+
+def test_failed_turns_are_not_sent_again(opened: Opened) -> None:
+    """Catches an empty answer in the next request, typed text that is lost, and one that cannot be sent again."""
+    page = opened.open()
+    sent: list[Any] = []
+    replies = [
+        {"status": 400, "json": {"error": {"message": "no"}}},
+        {"body": events("Once"), "content_type": "text/event-stream"},
+        {"body": events("Yes") + "data: [DONE]\n\n", "content_type": "text/event-stream"},
+    ]
+
+    def answer(route: Any) -> None:
+        sent.append(route.request.post_data_json["messages"])
+        route.fulfill(**replies[min(len(sent) - 1, 2)])
+
+    page.route(CHAT_ROUTE, answer)
+    send(page, "First")
+    expect(page.get_by_role("alert")).to_have_text("no")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("First")
+    send(page, "Second")
+    expect(page.locator(".message").last.get_by_role("alert")).to_have_text("This answer was cut off.")
+    expect(page.get_by_text("connection to the server is lost")).to_have_count(0)
+    page.get_by_role("button", name="Send again").last.click()
+    expect(page.locator(".status").last).to_contain_text("done")
+    send(page, "Third")
+    expect(page.locator(".message")).to_have_count(6)
+    expect(page.locator(".status").last).to_contain_text("done")
+    question = lambda text: {"role": "user", "content": text}  # noqa: E731
+    assert sent[:3] == [[question("First")], [question("Second")], [question("Second")]]
+    assert sent[3] == [question("Second"), {"role": "assistant", "content": "Yes"}, question("Third")]
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".message")).to_have_count(0)
+
+
+def test_layers_and_tokens_that_give_no_lens_are_refused(opened: Opened) -> None:
+    """Catches an answer without a lens, and without a word of why."""
+    page = opened.open()
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.url) if request.url.endswith("completions") else None)
+    page.get_by_text("Settings").click()
+    for label, text, message in (
+        ("Layers", "5-2", "Layers: the range '5-2' ends before it begins"),
+        ("Tokens per layer", "1000", "Tokens per layer: '1000' is not a number from 1 to 20"),
+    ):
+        page.get_by_label(label, exact=True).fill(text)
+        send(page, "Hello")
+        expect(page.get_by_role("alert")).to_contain_text(message)
+        expect(page.get_by_label("Message", exact=True)).to_have_value("Hello")
+        page.get_by_label(label, exact=True).fill("")
+    assert sent == []
+    expect(page.locator(".message")).to_have_count(0)
+    page.get_by_label("Tokens per layer").fill("2")
+    say(page, "Hello", 2)
+    expect(page.locator(".message")).to_have_count(2)
+
+
+def test_a_broken_edit_of_an_address_blocks_the_run(opened: Opened) -> None:
+    """Catches an edit that is dropped, or a strength that becomes 0, and a plain run titled Steered."""
+    edits = json.dumps([["nothing", 1], ["mood", "abc"]])
+    page = opened.open()
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.url) if request.url.endswith("completions") else None)
+    page.evaluate("edits => { location.hash = `steer?edits=${encodeURIComponent(edits)}` }", edits)
+    fault = page.locator(".slider").first.get_by_role("alert")
+    expect(fault).to_contain_text("'nothing'")
+    run, problem = page.get_by_role("button", name="Run both"), page.locator(".steer > .error")
+    run.click()
+    expect(problem).to_contain_text("nothing: ")
+    page.get_by_role("button", name="Remove nothing").click()
+    run.click()
+    expect(problem).to_contain_text("Strength of mood: 'abc' is not a number from -1000 to 1000")
+    page.get_by_role("spinbutton", name="Strength of mood").fill("1e38")
+    run.click()
+    expect(problem).to_contain_text("'1e38' is not a number")
+    assert sent == []
