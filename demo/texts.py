@@ -7,6 +7,7 @@ The questions of :data:`CHOICE` choose layer and dose; those of :data:`SHOWN` ha
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -251,3 +252,8 @@ def mood(text: str) -> float:
     happy, sad = set(HAPPY_WORDS.split()), set(SAD_WORDS.split())
     found = sum((word in happy) - (word in sad) for word in words)
     return 100 * found / max(1, len(words))
+
+
+def ordered(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the rows whose answers have a higher mood from sad to plain to happy."""
+    return [row for row in rows if mood(row["minus"]) < mood(row["plain"]) < mood(row["plus"])]

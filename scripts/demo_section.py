@@ -1,51 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's answers of a steered chat model, from the result that ``make demo ARGS=--record`` writes."""
+"""What the README and docs/index.md show of ``make demo``, from the result that ``make demo ARGS=--record`` writes."""
 
 from __future__ import annotations
 
-from pages import load_result, table
+from typing import Any
 
-ROWS = 3
-"""Number of prompts in the README, from the first of the demo."""
+from pages import ROOT, load_result, table
 
-TEXT = """
-`make demo` asks {model} these questions on a CPU, and checks every figure below.
-One direction, the difference of the means over thirty pairs of sad and happy sentences, is added to the output of
-layer {layer}: {minus:+} and {plus:+} times the length of the stream. The answers are greedy and cut short.
+from demo.study import SHOWN_TOKENS
+from demo.texts import MOOD, ordered
 
-* The log-odds of a happy against a sad next word move by {low:+.1f} and {high:+.1f}; with {random} random directions of
-  the same length, by {random_low:+.1f} to {random_high:+.1f}.
-* The perplexity of the answers under the model without steering is {ppl_minus:.1f} and {ppl_plus:.1f}; that of plain
-  answers is {ppl_plain:.1f}.
-* As a probe, the direction puts {right} of {total} new sentences on their side. As the condition of an edit, the probe
-  steers the answers to sad users only.
-* With the direction's component held at its mean in all layers, a happy or sad context changes the next word by
-  {gone:.0%} less.
+PLACES = ("minus", "plain", "plus")
+
+TRY = """
+```bash
+pip install .  # in a checkout of this repository, beside vLLM 0.33 or 0.32, which stays as it is
+make studio    # a chat model with the studio, a page in the browser; starts in about a minute
+make demo      # measures the answers below; {minutes:.0f} minutes on {cpus} busy cores
+```
+
+The two `make` commands need no GPU and no vLLM of your own: the first of them puts vLLM's CPU build into `.venv` (a
+few minutes, 4 GB on disk) and the model into `.models` ({size}).
+"""
+
+ANSWERS = """
+> {prompt}
+
+{table}
+{model} with one direction, the difference of the means over {pairs} pairs of sad and happy sentences, added to the
+output of layer {layer}: {minus:+} and {plus:+} times the norm of the residual stream. In {ordered} of {prompts}
+prompts, the share of happy words less that of sad words (`demo/texts.py`) rises from column to column; this is the
+first. Greedy, cut off at {tokens} tokens.
+"""
+
+FIGURES = """
+`make demo` asks {model} on a CPU and checks every figure in this list. One direction, the difference of the means
+over {pairs} pairs of sad and happy sentences, is added to the output of layer {layer}: {minus:+} and {plus:+} times
+the norm of the residual stream.
+
+* The log-odds of {words_plus} happy next words ({first_plus}, …) against {words_minus} sad ones ({first_minus}, …),
+  the mean over {starts} beginnings of sentences such as "{start}", move by {low:+.1f} and {high:+.1f}; with {random}
+  random directions of the same norm, by {random_low:+.1f} to {random_high:+.1f}.
+* The perplexity of the answers to {prompts} prompts under the model without steering is {ppl_minus:.1f} and
+  {ppl_plus:.1f}; that of plain answers is {ppl_plain:.1f}. It says how unlikely the model finds the text; 1 is
+  certainty.
+* As a probe, the direction puts {right} of {total} new sentences on their side. An edit that applies only where the
+  probe reads sad changes the answers to {sad} sad users and none to {other} others.
+* With the direction's component held at its mean in all layers, happy and sad contexts are {ablated:.1f} apart in the
+  log-odds of the next word, instead of {apart:.1f}.
 """
 
 
-def answers() -> str:
-    """Return the README's table of answers, and the figures about them."""
+def try_it() -> str:
+    """Return the README's commands to install and to try, with their time and size."""
     found = load_result("demo.json")
-    shown, control, chosen = found["shown"], found["control"], found["chosen"]
+    (target,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("model:")]
+    return TRY.format(
+        minutes=found["seconds"] / 60,
+        cpus=found["environment"]["cpus"],
+        size=target.partition("(")[2].rstrip(")"),
+    ).lstrip()
+
+
+def answers() -> str:
+    """Return the README's answers to one prompt, with how they were steered and chosen."""
+    found = load_result("demo.json")
+    rows = found["shown"]["rows"]
+    chosen = ordered(rows)
+    heads = ("steered towards sad", "not steered", "steered towards happy")
+    return ANSWERS.format(
+        prompt=chosen[0]["prompt"],
+        table=table(heads, [tuple(cell(chosen[0][name]) for name in PLACES)]),
+        prompts=len(rows),
+        ordered=len(chosen),
+        tokens=SHOWN_TOKENS,
+        **_steering(found),
+    ).lstrip()
+
+
+def figures() -> str:
+    """Return the figures of ``make demo`` for the first page of the documentation."""
+    found = load_result("demo.json")
+    shown, control, gate = found["shown"], found["control"], found["gate"]["rows"]
     happy, sad = found["probe"]["scores"]
-    rows = [tuple(cell(row[name]) for name in ("prompt", "minus", "plain", "plus")) for row in shown["rows"][:ROWS]]
-    figures = TEXT.format(
-        model=found["model"],
-        layer=chosen["layer"],
-        minus=chosen["minus"],
-        plus=chosen["plus"],
+    return FIGURES.format(
+        **_steering(found),
+        words_plus=len(MOOD.plus_words),
+        words_minus=len(MOOD.minus_words),
+        first_plus=", ".join(MOOD.plus_words[:2]),
+        first_minus=", ".join(MOOD.minus_words[:2]),
+        starts=len(MOOD.starts),
+        start=MOOD.starts[0],
         low=control["minus"],
         high=control["plus"],
         random=len(control["random"]) // 2,
         random_low=min(control["random"]),
         random_high=max(control["random"]),
+        prompts=len(shown["rows"]),
         **{f"ppl_{name}": value for name, value in shown["perplexity"].items()},
         right=sum(score > 0 for score in happy) + sum(score < 0 for score in sad),
         total=len(happy) + len(sad),
-        gone=1 - found["ablation"]["ablated"] / found["ablation"]["plain"],
-    )
-    return table(("prompt", "steered towards sad", "not steered", "steered towards happy"), rows) + figures
+        sad=sum(row["sad"] for row in gate),
+        other=sum(not row["sad"] for row in gate),
+        apart=found["ablation"]["plain"],
+        ablated=found["ablation"]["ablated"],
+    ).lstrip()
+
+
+def _steering(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the model, layer, doses and number of pairs of the demo."""
+    return {"model": found["model"], "pairs": len(MOOD.pairs), **found["chosen"]}
 
 
 def cell(text: str) -> str:

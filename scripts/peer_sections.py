@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from measured import machine_of
 from pages import ROOT, load_result, table
 
@@ -337,18 +338,26 @@ VECTORS_RESULT = "gpu-peers-llama-8b.json"
 VECTORS_PICTURE = ROOT / "docs/assets/different-vectors.svg"
 
 
-def _vectors() -> dict[str, dict[int, float]]:
+class Ratio(NamedTuple):
+    """A ratio of throughput to stock vLLM: the median of the repetitions, the smallest and the largest."""
+
+    median: float
+    low: float
+    high: float
+
+
+def _vectors() -> dict[str, dict[int, Ratio]]:
     """Return the ratios of throughput by project and number of different vectors in the batch."""
-    found: dict[str, dict[int, float]] = {}
+    found: dict[str, dict[int, Ratio]] = {}
     for row in load_result(VECTORS_RESULT)["rows"]:
         if row["workload"] == "different vectors":
-            found.setdefault(row["project"], {})[row["vectors"]] = row["ratio"]
+            found.setdefault(row["project"], {})[row["vectors"]] = Ratio(row["ratio"], *row["spread"])
     return found
 
 
 def ratio_of_ours(vectors: int) -> float:
     """Return this project's ratio of throughput with a number of different vectors."""
-    return _vectors()["vllm-steer"][vectors]
+    return _vectors()["vllm-steer"][vectors].median
 
 
 def vectors() -> str:
@@ -356,15 +365,15 @@ def vectors() -> str:
     result = load_result(VECTORS_RESULT)
     setup, versions = result["setup"], result["versions"]
     of_each = "; ".join(
-        f"{project} {versions[project][project]} (vLLM {versions[project]['vllm']}): {ratios[1]:.2f} with one vector, "
-        f"{ratios[max(ratios)]:.2f} with {max(ratios)}"
+        f"{project} {versions[project][project]} (vLLM {versions[project]['vllm']}): "
+        f"{ratios[1].median:.2f} with one vector, {ratios[max(ratios)].median:.2f} with {max(ratios)}"
         for project, ratios in _vectors().items()
     )
     text = (
         f"Throughput of batches of 256 requests ({setup['prompt']} + {setup['generated']} tokens) with different "
         f"vectors at one layer, on one {machine_of(result)} with the layer sizes of Llama 3.1 8B, relative to stock "
         f"vLLM of the version that each project requires (`benchmarks/results/{VECTORS_RESULT}`). {of_each}. "
-        f"{result['note']}"
+        f"{result['note']} Bars: the smallest and the largest repetition."
     )
     picture = VECTORS_PICTURE.relative_to(ROOT)
     return (
@@ -382,16 +391,21 @@ def vectors_picture() -> str:
     with mpl.rc_context({"svg.hashsalt": "vllm-steer", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure = Figure(figsize=(7, 3.2), layout="constrained")
         axes = figure.add_subplot()
+        beside: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
         for (project, ratios), marker in zip(_vectors().items(), "os^", strict=True):
             counts = sorted(ratios)
-            axes.plot(counts, [ratios[count] for count in counts], marker=marker, label=project)
-        axes.axhline(1, color="gray", linestyle="--", label="stock vLLM")
+            medians, lows, highs = zip(*(ratios[count] for count in counts), strict=True)
+            bars = np.abs(np.subtract((lows, highs), medians))
+            line = axes.errorbar(counts, medians, yerr=bars, marker=marker, capsize=3)[0]
+            axes.annotate(project, (counts[-1], medians[-1]), (10, 0), color=line.get_color(), **beside)
+        axes.axhline(1, color="gray", linestyle="--")
+        axes.annotate("stock vLLM", (counts[-1], 1), (10, 8), color="gray", **beside)
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
-        axes.set_ylim(0, 1.1)
+        axes.set_ylim(0, 1.15)
         axes.set_xlabel("different vectors in a batch of 256 requests")
         axes.set_ylabel("throughput / stock vLLM")
-        axes.legend(loc=(0.02, 0.3))
+        axes.set_xlim(0.8, 900)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return text.getvalue()

@@ -13,7 +13,8 @@ import frontier_page
 import patching_sections
 import peer_sections
 from gpu_page import gpu_failures, newest_version
-from measured import current, machine_of, newest_costs, of_any_code, read
+from measured import Cost as Measured
+from measured import current, kind_of, machine_of, newest_costs, of_any_code, read
 from pages import ROOT, table
 from rooms import ROOMS
 
@@ -66,25 +67,56 @@ PUBLISHED = [
 
 def ratio(cost: Cost, figure: str) -> str:
     """Return a figure of a workload, marked if it is of an earlier build; empty if it was not measured."""
-    now = newest_costs("llama-8b", cost.variant).get(cost.batch)
-    found = now or newest_costs("llama-8b", cost.variant, fits=of_any_code)[cost.batch]
-    value = found.figures.get(figure)
+    found = cost_of(cost)
+    value, now = found.figures.get(figure), current(kind_of(cost.variant), found.result)
     return "" if value is None else f"{value:.2f}{'' if now else '²'}"
 
 
+def cost_of(cost: Cost) -> Measured:
+    """Return the measurement of a workload: of the present code, or the newest of an earlier build."""
+    now = newest_costs("llama-8b", cost.variant).get(cost.batch)
+    return now or newest_costs("llama-8b", cost.variant, fits=of_any_code)[cost.batch]
+
+
+GLANCE = """
+* **Speed** (layer sizes of Llama 3.1 8B, 256 requests at once{build}; the hosts ran other jobs too): {idle:.0%} of
+  stock vLLM's throughput while no request steers ({idle_gpu}), {own:.0%} with different edits in each request
+  ({own_gpu}), {pictured:.0%} with 256 different vectors ({peers_gpu}). Through the server, with an own vector, 16
+  probes or a capture in each request: {low:.0%} to {high:.0%}, with {slow_low:.0%} to {slow_high:.0%} more time per
+  token ({served_gpu}; [cost](#cost)).
+* **Memory and start** ({start_gpu}{build}): {less:.2f} GiB less for the key-value cache; a server starts {later:.0f}
+  s later, {again:.0f} s with filled compile caches.
+* **Limits**: decoder layers of [proven classes](docs/reference/architectures.md) only; `vllm-steer doctor MODEL`
+  checks a model ([limitations](#limitations)).
+""".lstrip()
+
+
 def glance() -> str:
-    """Return the README's sentence on cost."""
-    found = [ratio(cost, "throughput") for cost in COSTS]
-    idle, _, _, own, _ = (float(each.rstrip("²")) for each in found)
-    pictured = peer_sections.ratio_of_ours(256)
-    ways = [each for each in read("gpu-serve-llama-8b.json")["figures"] if each["concurrency"] == 256]
-    served = [each["tokens_per_second"][0] for each in ways if each["way"] in SERVED]
-    build = "an earlier build" if any("²" in found[i] for i in (0, 3)) else "this build"
-    return (
-        f"It keeps {idle:.0%} of stock vLLM's throughput while no request steers. With 256 requests that all have\n"
-        f"different edits, it kept {min(own, pictured):.0%} and {max(own, pictured):.0%} on two GPUs; through the\n"
-        f"server, with an own vector, 16 probes or a capture in each request, {min(served):.0%} to {max(served):.0%}\n"
-        f"([cost](#cost); {build}, CUDA graphs, 8 billion parameters, hosts that ran other jobs too).\n"
+    """Return the README's sentences on cost and limits."""
+    idle, _, _, own, _ = (cost_of(cost) for cost in COSTS)
+    served, started = read("gpu-serve-llama-8b.json"), read("gpu-start-llama-8b.json")
+    ways = [each for each in served["figures"] if each["concurrency"] == 256 and each["way"] in SERVED]
+    throughput, slower = ([each[figure][0] for each in ways] for figure in ("tokens_per_second", "token_ms"))
+    stock, steering = (started["servers"][kind] for kind in ("stock", "steering"))
+    kinds = {"idle steps": idle.result, "steered steps": own.result, "server": served, "requests": started}
+    earlier = not all(current(kind, result) for kind, result in kinds.items())
+    return GLANCE.format(
+        idle=idle.figures["throughput"],
+        own=own.figures["throughput"],
+        idle_gpu=machine_of(idle.result),
+        own_gpu=machine_of(own.result),
+        pictured=peer_sections.ratio_of_ours(256),
+        peers_gpu=machine_of(read(peer_sections.VECTORS_RESULT)),
+        served_gpu=machine_of(served),
+        start_gpu=machine_of(started),
+        low=min(throughput),
+        high=max(throughput),
+        slow_low=min(slower) - 1,
+        slow_high=max(slower) - 1,
+        less=stock["cache_gib"] - steering["cache_gib"],
+        later=steering["start_seconds"] - stock["start_seconds"],
+        again=steering["restart_seconds"] - stock["restart_seconds"],
+        build=", an earlier build" if earlier else "",
     )
 
 
@@ -93,19 +125,20 @@ def costs() -> str:
     rows = []
     for cost in COSTS:
         shown = (ratio(cost, figure) for figure in ("throughput", "per token"))
-        rows.append((cost.workload, f"{int(cost.batch):,}", *shown, cost.published))
+        gpu = machine_of(cost_of(cost).result)
+        rows.append((cost.workload, gpu, f"{int(cost.batch):,}", *shown, cost.published))
     served = read("gpu-serve-llama-8b.json")
     mark = "" if current("server", served) else "²"
     for each in served["figures"]:
         if each["concurrency"] == 256 and each["way"] in SERVED:
             shown = (f"{each[figure][0]:.2f}{mark}" for figure in ("tokens_per_second", "token_ms"))
-            rows.append((SERVED[each["way"]], "256", *shown, ""))
+            rows.append((SERVED[each["way"]], machine_of(served), "256", *shown, ""))
     return (
         "A model with the layer sizes of Llama 3.1 8B and random weights, on one GPU. The figures are ratios to stock\n"
         "vLLM with compilation and CUDA graphs, measured in turns on the same GPU. They come from the results that\n"
         "[Performance](docs/reference/performance.md) shows with their targets, beside what steering adds to\n"
         "the start of a server and to the first token:\n\n"
-        + table(("workload", "requests", "throughput", "time per token", "throughput published by others¹"), rows)
+        + table(("workload", "GPU", "requests", "throughput", "time per token", "published by others¹"), rows)
         + "\n¹ On other models and machines; see [comparison](docs/explanation/comparison.md).\n"
         + ("² Of an earlier build.\n" if "²" in str(rows) else "")
     )
@@ -180,12 +213,14 @@ FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
 """Projects whose fields are refused by name without their interface, by page."""
 SECTIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {
+        "try": demo_section.try_it,
         "glance": glance,
         "answers": demo_section.answers,
         "vectors": peer_sections.vectors,
         "costs": costs,
     },
     "docs/design/architecture.md": {"rooms": rooms, "stages": stages},
+    "docs/index.md": {"demo": demo_section.figures},
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed},
     "docs/explanation/limitations.md": {"conflicts": conflicts, "gpu-failures": gpu_failures},

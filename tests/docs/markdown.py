@@ -46,12 +46,14 @@ def tables(text: str) -> Iterator[list[list[str]]]:
 
 
 def links(text: str) -> Iterator[str]:
-    """Yield the targets of the links and images of a document."""
+    """Yield the targets of the links and images of a document, those in HTML included."""
     for token in MarkdownIt().enable("table").parse(text):
         for child in token.children or ():
             target = child.attrGet("href") if child.type == "link_open" else child.attrGet("src")
             if target:
                 yield str(target)
+            elif child.type == "html_inline":
+                yield from re.findall(r'\b(?:href|src)="([^"]+)"', child.content)
 
 
 def anchors(text: str) -> set[str]:

@@ -39,3 +39,8 @@ def test_valid_links_pass() -> None:
     """Catches a check that rejects links to headings, folders and pictures."""
     for link in ("#cost", "docs/index.md", "examples", "docs/guides/steering.md#over-http"):
         assert exists(Path("README.md"), link), link
+
+
+def test_links_in_html_are_found() -> None:
+    """Catches a picture with a width, written in HTML, whose file may be missing."""
+    assert list(links('<a href="a.md"><img src="b.png" width="9"></a> [c](d.md)')) == ["a.md", "b.png", "d.md"]

@@ -25,10 +25,12 @@ PAGES = (README, INSTALL, STEERING, "CONTRIBUTING.md")
 @pytest.mark.slow
 @pytest.mark.skipif(not MODEL.exists(), reason="the chat model is missing: run `make model`")
 def test_readme_example_changes_the_mood() -> None:
-    """Catches an example that no longer runs, or whose effect is not visible."""
+    """Catches an example that no longer runs, whose effect is not visible, or whose answers are not the quoted ones."""
     example = Block("python", load_script("check_wheel").quick_start(read(README)), 1, README)
-    plain, happy = run_python([example], "[output.outputs[0].text for output in outputs]", warm=False)
-    assert mood(happy) >= mood(plain) + 2
+    plain, sad = run_python([example], "[output.outputs[0].text for output in outputs]", warm=False)
+    assert mood(sad) <= mood(plain) - 5
+    quoted = re.search(r'first answer begins "(.+?)", the steered one "(.+?)"', read(README))
+    assert quoted and plain.startswith(quoted[1]) and sad.startswith(quoted[2])
 
 
 @pytest.mark.slow
