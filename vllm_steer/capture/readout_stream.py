@@ -84,7 +84,9 @@ class ReadoutStream:
             drop: Whether records are not read again.
         """
         first = self._next_position
-        if 0 < forwarded - first <= _MAX_POSITIONS:
+        if forwarded <= first:
+            return b""
+        if forwarded - first <= _MAX_POSITIONS:
             # Hot path: new tokens of decoding steps, whose numbers are formatted for all requests of a step at once.
             covering = [group for group in self._groups if group.covers_any(first, forwarded)]
             records = receiver.record_json(request_id, first, forwarded, take=drop) if covering else []

@@ -95,18 +95,30 @@ class RowReceiver:
         if request_id not in self._assemblers:
             return None
         found: list[list[bytes]] = []
-        for step in reversed(self._steps):
-            if step.index.projection == RECORDS and request_id in step.index.entries_by_request:
-                numbers = step.record_json(request_id, stop - 1 - len(found))
-                if numbers is None:
-                    return None
-                found.append(numbers)
-                if len(found) == stop - first:
-                    break
+        position, taken = stop - 1, 0
+        for number in range(len(self._steps), 0, -1):
+            step = self._steps[number - 1]
+            if step.index.projection != RECORDS or request_id not in step.index.entries_by_request:
+                continue
+            positions = step.positions_of(request_id)
+            if positions is None:
+                return None
+            if positions.start > position and not found:
+                continue  # of a token whose output is yet to be processed
+            if position not in positions:
+                return None
+            if not found:
+                # A step with a later token is not taken as a whole.
+                taken = number if positions.stop == stop else number - 1
+            earliest = max(positions.start, first)
+            found += [step.record_json(request_id, each) for each in range(position, earliest - 1, -1)]
+            position = positions.start - 1
+            if position < first:
+                break
         else:
             return None
         if take:
-            self._num_taken[request_id] = len(self._steps)
+            self._num_taken[request_id] = max(taken, self._num_taken.get(request_id, 0))
         return found[::-1]
 
     def flush(self, request_id: str) -> None:

@@ -103,21 +103,24 @@ class StepRows:
         _, _, offsets = self.extents
         return self.rows[offsets[entry] : offsets[entry + 1]]
 
-    def record_json(self, request_id: str, position: int) -> list[bytes] | None:
-        """Return each number of a record as JSON, or None if this is not the only record of the request in the step.
-
-        The records of several requests are formatted together, whichever is read first.
-        """
+    def positions_of(self, request_id: str) -> range | None:
+        """Return the positions of a request's only entry; None if it has none, or several."""
         entries = self.index.entries_by_request.get(request_id, ())
         if len(entries) != 1:
             return None
-        starts, counts, offsets = self.extents
-        entry = entries[0]
-        if starts[entry] != position or counts[entry] != 1:
-            return None
+        starts, counts, _ = self.extents
+        return range(starts[entries[0]], starts[entries[0]] + counts[entries[0]])
+
+    def record_json(self, request_id: str, position: int) -> list[bytes]:
+        """Return each number of a request's record at one of `positions_of` as JSON.
+
+        The records of several requests are formatted together, whichever is read first.
+        """
+        entry = self.index.entries_by_request[request_id][0]
+        starts, _, offsets = self.extents
         width = self.rows.shape[1] // 4
         rows = max(1, _MAX_NUMBERS // width)
-        block, row = divmod(offsets[entry], rows)
+        block, row = divmod(offsets[entry] + position - starts[entry], rows)
         found = self._formatted.get(block)
         if found is None:
             numbers = self.rows[block * rows : (block + 1) * rows].view(np.float32).reshape(-1)
