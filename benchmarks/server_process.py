@@ -24,7 +24,12 @@ import psutil
 
 START_SECONDS = 600
 # Part of a process title or command line -> the name of the process in results. The root process is the API server.
-PROCESSES = {"EngineCore": "engine core", "Worker": "worker", "resource_tracker": "resource tracker"}
+PROCESSES = {
+    "EngineCore": "engine core",
+    "APIServer": "api server",
+    "Worker": "worker",
+    "resource_tracker": "resource tracker",
+}
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
 _GIB = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
