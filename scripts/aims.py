@@ -127,6 +127,7 @@ def serve(
         return Figure(values, sources) if values else None
 
     what = {"idle": "no steering", "vector": "own vector in each body", "probes": "16 probes, memory consumer",
+            "readouts": "16 probes, streamed", "gate": "gate of one probe, streamed",
             "capture": "one layer to files"}[way]  # fmt: skip
     bound_at = ("256",) if concurrency is None else ()
     return Aim(f"server, {shape}: {what}", unit, bound, "server", figure, bound_at, form)
@@ -287,7 +288,7 @@ AIMS: Sequence[Aim] = (
     cost("lens at one layer", "lens at one layer", "per token", None),
     cost("SAE features at one layer", "SAE features at one layer", "per token", None),
     *(serve(way, "throughput", Bound(0.98, text="≥ 0.98 at 256"), "tokens_per_second", "llama-8b")
-      for way in ("idle", "vector", "probes", "capture")),
+      for way in ("idle", "vector", "probes", "readouts", "gate", "capture")),
     *(serve(way, "first token, one at a time", Bound(high=1.05), "first_token_ms", "llama-8b", 1)
       for way in ("idle", "vector", "probes", "capture")),
     *(serve(way, "CPU of the API server per request", Bound(high=0.3, text="≤ 0.3 ms"), "cpu", "llama-8b", 256,

@@ -44,7 +44,9 @@ COSTS = (
 
 SERVED = {
     "vector": "server: an own vector in each request",
-    "probes": "server: 16 probes at one layer, all tokens",
+    "probes": "server: 16 probes at one layer, returned at the end",
+    "readouts": "server: 16 probes at one layer, streamed with each token",
+    "gate": "server: an edit with a gate, its probe streamed with each token",
     "capture": "server: one layer to files, all tokens",
 }
 """Rows of the README's table that are measured through the server, by way of ``benchmarks/serve.py``."""
