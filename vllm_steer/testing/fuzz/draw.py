@@ -19,8 +19,9 @@ EDIT_TOKENS: tuple[Any, ...] = ("all", "prompt", "generated", "last_prompt", [0,
 MATRIX_TOKENS: tuple[Any, ...] = ([0, 2], [1, 2, 3], [0, -1], [-3, -1])
 """Positions of edits with a matrix. Prompts have at least 4 tokens."""
 POSITIONS: tuple[Any, ...] = ("last_prompt", "all_prompt", "all_generated", "all", [0, [3, 9], -2], [[-1, None]], [-1])
-DRAWN_PARAMETERS = {"vector", "strength", "low", "high", "subspace"}
-"""Parameters that :class:`EditCase` has; kinds with other parameters are not drawn."""
+DRAWN_PARAMETERS = {"vector", "strength", "dose", "low", "high", "subspace"}
+"""Parameters that :class:`EditCase` has, and ``dose``, which is a strength in another unit; kinds with other parameters
+are not drawn."""
 
 
 def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
