@@ -16,7 +16,7 @@ TRY = """
 ```bash
 pip install .  # in a checkout of this repository, beside vLLM 0.33 or 0.32, which stays as it is
 make studio    # a chat model with the studio, a page in the browser; starts in about a minute
-make demo      # measures the answers below; {minutes:.0f} minutes on {cpus} busy cores
+make demo      # measures the answers below; {minutes:.0f} minutes on {cpus} cores after the set-up
 ```
 
 The two `make` commands need no GPU and no vLLM of your own: the first of them puts vLLM's CPU build into `.venv` (a
