@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the README and docs/index.md show of ``make demo``, from the result that ``make demo ARGS=--record`` writes."""
+"""Sections of README and docs/index.md about ``make demo``, from the result of ``make demo ARGS=--record``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PLACES = ("minus", "plain", "plus")
 TRY = """
 ```bash
 pip install .  # in a checkout of this repository, beside vLLM 0.33 or 0.32, which stays as it is
-make studio    # a chat model with the studio, a page in the browser; starts in about a minute
+make studio    # a chat model with the studio, a page in the browser
 make demo      # measures the answers below; {minutes:.0f} minutes on {cpus} cores after the set-up
 ```
 
-The two `make` commands need no GPU and no vLLM of your own: the first of them puts vLLM's CPU build into `.venv` (a
-few minutes, 4 GB on disk) and the model into `.models` ({size}).
+The two `make` commands need no GPU and no vLLM of your own: the first of them puts vLLM's CPU build into `.venv`
+and the model into `.models` ({size}).
 """
 
 ANSWERS = """

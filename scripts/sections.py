@@ -84,8 +84,8 @@ GLANCE = """
 * **Speed** (layer sizes of Llama 3.1 8B, 256 requests at once{build}; the hosts ran other jobs too): {idle:.0%} of
   stock vLLM's throughput while no request steers ({idle_gpu}), {own:.0%} with different edits in each request
   ({own_gpu}), {pictured:.0%} with 256 different vectors ({peers_gpu}). Through the server, with an own vector, 16
-  probes or a capture in each request: {low:.0%} to {high:.0%}, with {slow_low:.0%} to {slow_high:.0%} more time per
-  token ({served_gpu}; [cost](#cost)).
+  probes, a gate or a capture in each request: {low:.0%} to {high:.0%}, with {slow_low:.0%} to {slow_high:.0%} more
+  time per token ({served_gpu}; [cost](#cost)).
 * **Memory and start** ({start_gpu}{build}): {less:.2f} GiB less for the key-value cache; a server starts {later:.0f}
   s later, {again:.0f} s with filled compile caches.
 * **Limits**: decoder layers of [proven classes](docs/reference/architectures.md) only; `vllm-steer doctor MODEL`

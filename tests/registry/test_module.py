@@ -11,7 +11,7 @@ import pytest
 from tests.registry.modules import content, module, vector
 from vllm_steer.client.encoding import to_json
 from vllm_steer.errors import SteeringError
-from vllm_steer.registry.metadata import MAX_TEXT, parse_metadata
+from vllm_steer.registry.metadata import MAX_TEXT, ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.request.references import Reference, parse_probe, parse_reference, parse_references
 
@@ -203,3 +203,12 @@ def test_rejects_invalid_metadata(given: Any, field: str) -> None:
     with pytest.raises(SteeringError) as refused:
         parse_metadata(given)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [('{"0": 0, "1": -2.5, "2": 7, "3": 4.5}', {2: 7.0, 3: 4.5}), ('{"2": 1e999}', {}), ("[1]", {}), ("prose", {})],
+)
+def test_lengths_of_the_stream_that_mean_nothing(text: str, expected: dict[int, float]) -> None:
+    """Catches doses divided by zero, and lengths of which a dose is negative or infinite."""
+    assert ModuleMetadata(provenance={"stream": text}).streams == expected

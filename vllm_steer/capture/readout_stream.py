@@ -26,7 +26,7 @@ from vllm_steer.request.selector import Interval
 _encode = msgspec.json.Encoder().encode
 _NUMBER = re.compile(rb"\d+(?:\.0)?")
 _MAX_POSITIONS = 8
-"""Tokens of one event up to which templates are made; an event of a slow client can have more."""
+"""Tokens of an event up to which a template is made for it; an event for a slow client can have more."""
 
 
 class ReadoutStream:
@@ -207,15 +207,13 @@ class _Group:
 
     def fill(self, first: int, records: list[list[bytes]]) -> bytes:
         """Return the members of a JSON object with the numbers of consecutive records; empty if none is returned."""
-        part, intervals = self.part, self.intervals
+        part = self.part
         if part or len(records) > 1:
-            positions = enumerate(records, first)
             records = [
                 numbers
-                for position, numbers in positions
-                if any(start <= position < end for start, end in intervals)
-                and not (part and numbers[part] == b"0.0")
-            ]  # fmt: skip
+                for position, numbers in enumerate(records, first)
+                if self.covers_any(position, position + 1) and not (part and numbers[part] == b"0.0")
+            ]
             if not records:
                 return b""
         count = len(records)

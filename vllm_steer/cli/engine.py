@@ -38,7 +38,7 @@ def start_engines(model: str, words: Sequence[str], command: str) -> Any:
     """Return `RayEngines`; see `start_engine` for the arguments.
 
     Raises:
-        SteeringError: The package ray is missing, or there is no cluster with room for an engine.
+        SteeringError: The package ray is missing, or no cluster has room for an engine.
     """
     options = _options(words, command)
     from vllm_steer.lab.ray_engines import RayEngines

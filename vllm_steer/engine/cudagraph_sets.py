@@ -12,7 +12,7 @@ the others, and launch overhead matters most in small steps, so that set and tho
 graphs of small batches.
 
 Sets with taps have graphs of fewer batch sizes than vLLM's, so steered steps are padded a little more. Small batches
-wait for weights, so their padding takes hardly any time; from about 150 tokens on, a step takes longer with each token.
+wait for weights, so their padding takes hardly any time; larger ones take longer with each token.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 The rows are first copied on the main stream, which frees the arena for the next step. If a request captures
 projections, the product of the rows with its directions replaces the copy, so only k numbers per row are transferred.
 The result then goes to pinned memory on a side stream, with one device-to-host copy per :class:`Transfer`, however many
-sites and requests the step has; a small one stays on the main stream, since its copy takes less time there than the
-host needs to switch streams. Rows are split by request only after they have arrived, off the thread that launches
-the next step whenever vLLM processes outputs asynchronously.
+sites and requests the step has. A small result stays on the main stream, which saves the host the switch to another
+one. Rows are split by request only after they have arrived, off the thread that launches the next step whenever vLLM
+processes outputs asynchronously.
 
 The side stream must not run kernels: once a second stream has run any, an H200 takes longer between the kernels of
 every CUDA graph until the process ends.
@@ -31,7 +31,7 @@ Products: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor]
 """A function with the signature and result of :func:`vllm_steer.taps.projection.products_at`."""
 _MAX_CACHED_UPLOADS = 64
 SMALL_BYTES = 64 << 10
-"""Size of a step's rows up to which they are copied on the main stream: a few microseconds of its time."""
+"""Size of a step's rows up to which they are copied on the main stream."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Engine:
     """An engine in a process of its own on a node."""
 
     def start(self, model: str, options: dict[str, Any]) -> None:
-        """Load the model. Not in the constructor, whose errors look like those of a lost node."""
+        """Load the model. Ray reports an error of a constructor like a lost node, so this is a method of its own."""
         from vllm_steer import LLM
 
         self._llm = LLM(model, enable_steering=True, **options)

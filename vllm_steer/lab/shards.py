@@ -77,7 +77,7 @@ class _Shard:
 
 
 class ShardTask:
-    """What an engine does with a shard: run its texts and write their rows."""
+    """Work of an engine on a shard: runs its texts and writes their rows."""
 
     def __init__(self, lines: Sequence[TextLine], given: Mapping[str, Any], describe: Callable[..., Any]) -> None:
         """Create the task, which is pickled.

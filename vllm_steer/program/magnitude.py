@@ -52,14 +52,14 @@ def check_magnitude(
 def _exceeds(edit: CompiledEdit, norm: float, max_norm: float, streams_at: StreamsAt | None) -> str:
     """Return the problem of a norm, with doses if the length of the stream is known."""
     streams = [] if streams_at is None else streams_at(POINT_NAMES[edit.point], edit.layers)
-    found, allowed = (
-        " to ".join(dict.fromkeys(f"{value / length:.3g}" for length in (max(streams), min(streams))))
-        if streams
-        else ""
-        for value in (norm, max_norm)
+
+    def dose(value: float) -> str:
+        doses = dict.fromkeys(f"{value / length:.3g}" for length in (max(streams), min(streams))) if streams else ()
+        return f", a dose of {' to '.join(doses)}" if doses else ""
+
+    return (
+        f"may add a norm of {norm:.6g}{dose(norm)}; this server allows {max_norm:g}{dose(max_norm)} ({MAX_NORM.flag})"
     )
-    doses = (f", a dose of {found}", f", a dose of {allowed}") if streams else ("", "")
-    return f"may add a norm of {norm:.6g}{doses[0]}; this server allows {max_norm:g}{doses[1]} ({MAX_NORM.flag})"
 
 
 def check_live_magnitude(

@@ -205,7 +205,7 @@ class Edit:
         Number | None,
         msgspec.Meta(
             description="`add` only, instead of `strength`: norm of the added vector divided by the median norm of the "
-            "stream at the site. The vector must be that of a module or a file which tells the norm."
+            "stream at the site. The vector must come from a module or a file with this norm."
         ),
     ]
     """None once the edit is made: it has the `strength` that the dose means."""
