@@ -135,6 +135,9 @@ def test_files_have_the_vectors_of_the_chosen_layers(tmp_path: Path, suffix: str
         np.testing.assert_allclose(loaded[5].add(0.5).vector, found[5].add(0.5).vector, atol=1e-6)
         about = {"method": "mean", "examples": "4 texts", "stream": '{"4": 8.0, "5": 8.0}'}
         assert about.items() <= metadata.provenance.items()
+        assert [each.auroc for each in loaded.values()] == [0.54, 0.55]
+        loaded.save(path)
+        assert Directions.load(path)[4].auroc == 0.54, "lost when the file is saved again"
     with pytest.raises(SteeringError, match=r"layers: has no direction of layer 9; use some of \[3, 4, 5\]"):
         found.save(path, layers=[9])
 

@@ -21,7 +21,7 @@ from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, MODULES_KEY, PROGRAM_KEY
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import Program
 from vllm_steer.registry import composer
-from vllm_steer.registry.composer import resolve_probes
+from vllm_steer.registry.composer import find_vector, resolve_probes
 from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.index import ModuleVersion, RegistryIndex, decode_index, encode_index
 from vllm_steer.registry.metadata import ModuleMetadata
@@ -29,6 +29,7 @@ from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.request import Projection, Reference, parse_capture
+from vllm_steer.request.references import parse_reference
 
 PROBED = {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["calm/joy", "calm/anger"]}}}
 
@@ -317,6 +318,20 @@ def test_a_dose_is_the_same_at_each_layer_of_a_module() -> None:
     assert program_with(steering, steering_vectors=by_hand).edits == program.edits
     idle = steering.compose(extra(steering_modules=[{"module": "calm", "dose": 0}]))
     assert not Program.from_bytes(idle[PROGRAM_KEY]).edits and b"zero_strength" in idle[APPLIED_KEY]
+
+
+def test_a_digest_has_no_dose() -> None:
+    """Catches a dose by the length that another name of the same vectors tells."""
+    steering, base = dosed(stream='{"0": 3.0, "1": 5.0}')
+    steering.register("copy", base=base, provenance={"stream": '{"0": 300.0, "1": 500.0}'})
+    digest = steering.snapshot().find(parse_reference("calm", ""), "")[0].digest
+    named = program_with(steering, steering_modules=[{"module": f"calm@{digest}", "dose": 0.5}])
+    assert named.edits == program_with(steering, steering_modules=[{"module": "calm", "dose": 0.5}]).edits
+    with pytest.raises(SteeringError, match="needs the name of the module"):
+        steering.compose(extra(steering_modules=[{"module": digest, "dose": 0.5}]))
+    with pytest.raises(SteeringError, match="needs the name of the module"):
+        find_vector(digest, steering.snapshot(), "vector", dosed=True)
+    assert find_vector(digest, steering.snapshot(), "vector", dosed=False)
 
 
 def test_modules_tell_what_a_dose_means() -> None:

@@ -31,7 +31,7 @@ from vllm_steer.models.sae_site import models_of, plain_name
 from vllm_steer.params import SamplingParams
 from vllm_steer.points import PointName
 from vllm_steer.registry.directions import WITHOUT_FIRST, Array, save_module
-from vllm_steer.registry.metadata import ModuleMetadata, encode_streams
+from vllm_steer.registry.metadata import ModuleMetadata, encode_numbers
 from vllm_steer.registry.vector_files import read_vector_file
 from vllm_steer.request.hidden_layer import HiddenLayer
 from vllm_steer.request.probe import Probe
@@ -136,7 +136,7 @@ def train_probe(
         "method": "logistic regression",
         "examples": f"{len(given.texts)} texts, sha256 {given.digest}",
         **describe_tokens(positions, pool),
-        "stream": encode_streams({layer: found.streams[layer]}),
+        "stream": encode_numbers({layer: found.streams[layer]}),
         "by": f"vllm-steer {__version__}",
     }
     return TrainedProbe(found.model, found.point, layer, weights, bias, result, aurocs, about)

@@ -33,7 +33,7 @@ from vllm_steer.program.feature import FeatureVectors, SaeSite
 from vllm_steer.registry.directions import Direction, Directions
 from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
-from vllm_steer.registry.snapshot import Snapshot
+from vllm_steer.registry.snapshot import Snapshot, refuse_dosed_digest
 from vllm_steer.request import CaptureSpec, NamedProjection, Projection, Vector
 from vllm_steer.request.probe import Probe
 from vllm_steer.request.references import (
@@ -136,7 +136,10 @@ def find_vector(name: object, snapshot: Snapshot, field: str, *, dosed: bool) ->
         SteeringError: The name has another form, the module has other edits or no such probe, or a dose has no meaning.
     """
     if not (isinstance(name, str) and "/" in name):
-        return snapshot.directions(snapshot.find(parse_reference(name, field), field)[1], name, field)
+        module = parse_reference(name, field)
+        if dosed:
+            refuse_dosed_digest(module, field)
+        return snapshot.directions(snapshot.find(module, field)[1], name, field)
     reference = parse_probe(name, field)
     probe = _find(reference, snapshot, field)
     weights = probe.direction(name, field)
@@ -146,6 +149,7 @@ def find_vector(name: object, snapshot: Snapshot, field: str, *, dosed: bool) ->
     if probe.point is None or probe.layer is None or not length:
         problem = f"the probe {name} has no point, layer or length, so a dose has no meaning; give a strength"
         raise SteeringError(field, problem)
+    refuse_dosed_digest(reference.module, field)
     stream = snapshot.find(reference.module, field)[1].metadata.streams.get(probe.layer, float("nan"))
     return Direction(probe.point, probe.layer, weights / np.float32(length), stream, length)
 

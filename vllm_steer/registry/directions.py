@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import PointName
-from vllm_steer.registry.metadata import ModuleMetadata, encode_streams, parse_metadata
+from vllm_steer.registry.metadata import ModuleMetadata, encode_numbers, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.vector_files import read_vector_file, write_vector_file
 from vllm_steer.request import Edit
@@ -176,14 +175,14 @@ class Directions(Mapping[int, Direction]):
             )
         if len(points := {edit.point for edit in module.base}) > 1:
             raise SteeringError("vectors", f"{name} has vectors at {', '.join(map(str, points))}; use one hook point")
-        found, streams = {}, metadata.streams
+        found, streams, aurocs = {}, metadata.streams, metadata.numbers("auroc")
         for edit in module.base:
             layer, distance = int(edit.layers[0]), float(np.linalg.norm(edit.vector)) * edit.strength
             if not distance or edit.point is None:
                 raise SteeringError("vectors", f"{name} has a vector of zeros at layer {layer}; remove it")
             unit = (edit.vector * np.float32(edit.strength / abs(distance))).astype(np.float32)
-            length = streams.get(layer, float("nan"))
-            found[layer] = Direction(edit.point, layer, unit, length, abs(distance))
+            length, auroc = (each.get(layer, float("nan")) for each in (streams, aurocs))
+            found[layer] = Direction(edit.point, layer, unit, length, abs(distance), auroc=auroc)
         return cls(found, metadata.model or "", metadata.provenance.get("method", ""), metadata.provenance)
 
     def save(self, path: str | Path, layers: Sequence[int] | None = None) -> None:
@@ -200,11 +199,10 @@ class Directions(Mapping[int, Direction]):
         if missing := [layer for layer in chosen if layer not in self]:
             raise SteeringError("layers", f"has no direction of layer {missing[0]}; use some of {list(self)}")
         vectors = {self.point: {str(layer): self[layer].vector for layer in chosen}}
-        aurocs = {str(layer): round(self[layer].auroc, 4) for layer in chosen}
         about = {
             **self.provenance,
-            "stream": encode_streams({layer: self[layer].stream for layer in chosen}),
-            "auroc": json.dumps(aurocs),
+            "stream": encode_numbers({layer: self[layer].stream for layer in chosen}),
+            "auroc": encode_numbers({layer: self[layer].auroc for layer in chosen}),
         }
         save_module(path, {"base": vectors}, self.model, {"method": self.method, **about})
 

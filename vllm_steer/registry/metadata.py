@@ -30,17 +30,21 @@ class ModuleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def streams(self) -> dict[int, float]:
         """Median length of the stream by layer, from the JSON object in ``provenance["stream"]``; else empty."""
+        return {layer: length for layer, length in self.numbers("stream").items() if 0 < length < math.inf}
+
+    def numbers(self, key: str) -> dict[int, float]:
+        """Return the numbers by layer in the JSON object ``provenance[key]``; empty for other texts."""
         try:
-            found = msgspec.json.decode(self.provenance.get("stream", "{}"), type=dict[int, float])
+            return msgspec.json.decode(self.provenance.get(key, "{}"), type=dict[int, float])
         except msgspec.DecodeError:
             return {}
-        return {layer: length for layer, length in found.items() if 0 < length < math.inf}
 
 
-def encode_streams(lengths: Mapping[int, float]) -> str:
-    """Return the text of ``provenance["stream"]``, without lengths that are not known."""
-    known = {str(layer): float(f"{length:.6g}") for layer, length in lengths.items() if length > 0}
-    return json.dumps(known)
+def encode_numbers(numbers: Mapping[int, float]) -> str:
+    """Return numbers by layer as text for the provenance, without NaN and infinity."""
+    return json.dumps(
+        {str(layer): float(f"{number:.6g}") for layer, number in numbers.items() if math.isfinite(number)}
+    )
 
 
 def parse_metadata(given: Mapping[str, Any]) -> ModuleMetadata:

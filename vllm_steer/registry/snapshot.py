@@ -78,6 +78,7 @@ class Snapshot:
         self, module: ResolvedModule, reference: Reference, version: ModuleVersion, field: str
     ) -> ResolvedModule:
         """Return a module with the scales that a dose means, which no later change of its metadata affects."""
+        refuse_dosed_digest(reference, field)
         directions, dose = self.directions(version, reference, field), float(reference.dose or 0)
         try:
             scales = tuple(each.strength(dose) for each in directions.values())
@@ -193,6 +194,13 @@ class Snapshot:
                 f"Delete modules, or raise {REGISTRY_MIB.flag}",
             )
         return self
+
+
+def refuse_dosed_digest(reference: Reference, field: str) -> None:
+    """Raise ``SteeringError`` for a dose of a digest: several names with other lengths of the stream can have it."""
+    if reference.name is None:
+        problem = "has a dose, so it needs the name of the module: a digest does not tell the length of the stream"
+        raise SteeringError(field, problem)
 
 
 @lru_cache(maxsize=64)

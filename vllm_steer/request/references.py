@@ -111,7 +111,10 @@ def parse_reference(value: object, field: str) -> Reference:
         reference = _parse_unscaled(value[0], f"{field}[0]")
         return msgspec.structs.replace(reference, scale=read_number(value[1], f"{field}[1]"))
     if not isinstance(value, str):
-        raise SteeringError(field, f'must be a name or a pair such as ["calm", 1.5], not {shown(value)}')
+        raise SteeringError(
+            field,
+            f'must be a name, a pair such as ["calm", 1.5] or {{"module": "calm", "dose": 0.3}}, not {shown(value)}',
+        )
     if scaled := _SCALED_NAME.fullmatch(value):
         raise SteeringError(
             field, f'{value!r} is not a valid name; a scale is the second item of a pair: ["{scaled[1]}", {scaled[2]}]'

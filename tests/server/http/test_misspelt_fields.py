@@ -72,6 +72,14 @@ async def test_refuses_fields_within_wrappers(inside: dict[str, Any], field: str
     assert "would be ignored here" in error["message"]
 
 
+@pytest.mark.parametrize("name", ["dose", "doses"])
+async def test_refuses_doses_beside_a_module(name: str, client: httpx.AsyncClient) -> None:
+    """Catches a module that steers at its own scale, because its dose stands beside it."""
+    error = refusal(await client.post(ROUTE, json={"prompt": "x", "steering_modules": ["calm"], name: 0.3}))
+    assert error["param"] == name and '"dose": 0.3}' in error["message"]
+    assert (await client.post(ROUTE, json={"prompt": "x", name: "5 mg"})).json() == {"steered": False}
+
+
 async def test_refuses_fields_within_wrappers_where_none_can_be_steered(client: httpx.AsyncClient) -> None:
     """Catches an unsteered HTTP 200 of a route that cannot steer for a field in an object that it ignores."""
     error = refusal(await client.post("/v1/messages", json={"parameters": {"steering": EDITS}}))

@@ -18,6 +18,7 @@ from vllm_steer.request.request_form import GENERAL_NAMES
 from vllm_steer.request.unknown_fields import problem_of
 from vllm_steer.server.http.confusables import resembles
 
+_DOSES = ("dose", "doses")
 _STEERING = "steering"
 WRAPPERS = (
     "extra_args", "extra_body", "generation_config", "model_kwargs", "nvext", "options", "parameters",
@@ -127,6 +128,9 @@ def refuse_misspelt(
     for name, value in unknown.items():
         if name not in FIELDS and (resembles(name, _STEERING) or _looks_like_field(name, value)):
             raise SteeringError(name[:80], f"unknown field; use one of {', '.join(FIELDS)}")
+        if name in _DOSES and isinstance(value, (int, float)):
+            problem = 'belongs to a module or an edit, such as {"module": "calm", "dose": 0.3} in steering_modules'
+            raise SteeringError(name, problem)
     for name in xargs:
         if resembles(name, _STEERING) or name in RESERVED_KEYS:
             raise SteeringError(

@@ -26,9 +26,11 @@ let added = 0;
 /** Name for a live strength: letters, digits and the like. */
 const liveName = (title) => `${title.replace(/[^A-Za-z0-9_]/g, "_").slice(0, 40)}_${++added}`;
 
+const LOADING = "not loaded yet";
+
 /** Add a row. One without edits waits for those of its module; a row with a fault blocks the run. */
 function add(title, edits, module = "", strength = 1) {
-	const item = { title, module, name: liveName(title), edits, strength: signal(String(strength)), start: 1, sent: 1, busy: false, fault: signal(edits ? "" : "not loaded yet") };
+	const item = { title, module, name: liveName(title), edits, strength: signal(String(strength)), start: 1, sent: 1, busy: false, fault: signal(edits ? "" : LOADING) };
 	strengths.value = [...strengths.value, item];
 	problem.value = "";
 }
@@ -169,7 +171,7 @@ class Slider extends View {
 			<input id=${id} type="range" min="-3" max="3" step="0.1" value=${value} onInput=${onInput} aria-valuetext=${value} />
 			<input type="number" step="0.1" value=${value} onInput=${onInput} aria-label=${`Strength of ${item.title}`} />
 			<${Remove} item=${item} from=${strengths} />
-			${fault ? html`<${Alert} text=${fault} />` : html`<span class="hint">${about ? `${about} · ` : ""}${plural(item.edits.length, "edit")}</span>`}
+			${fault === LOADING ? html`<span class="hint">${fault}</span>` : fault ? html`<${Alert} text=${fault} />` : html`<span class="hint">${about ? `${about} · ` : ""}${plural(item.edits.length, "edit")}</span>`}
 		</div>`;
 	}
 }
