@@ -161,7 +161,7 @@ def test_rejects_invalid_references(given: Any) -> None:
         (("calm", 1.5), "steering_modules: is a pair; write a list of pairs: [('calm', 1.5)]"),
         (["calm", 2], "write a list of pairs: [('calm', 2)]"),
         ([f"sha256:{1:064}5"], "has an invalid digest"),
-        ([{"name": "calm", "scale": 1.5}], 'must be a name, a pair such as ["calm", 1.5] or {"module": "calm", "dose": 0.3}'),
+        ([{"name": "calm"}], 'must be a name, a pair such as ["calm", 1.5] or {"module": "calm", "dose": 0.3}'),
     ],
 )  # fmt: skip
 def test_errors_show_how_to_give_a_scale(given: Any, message: str) -> None:
