@@ -105,11 +105,14 @@ def test_streams_end_with_activations(http: httpx.Client, client: VLLMLensClient
     given = given or {"messages": [{"role": "user", "content": PROMPT}]}
     body = {"model": MODEL, "max_tokens": 3, "temperature": 0, **given}
     body["extra_args"] = {STREAM: True, "activations_transport": transport}
-    with http.stream("POST", route, json={**body, "stream": True}) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    *pieces, last = map(json.loads, lines[:-1])
-    assert last["object"] == "activations"
+    for _ in range(5):  # on a busy machine several tokens may come in one event
+        with http.stream("POST", route, json={**body, "stream": True}) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        *pieces, last = map(json.loads, lines[:-1])
+        assert last["object"] == "activations"
+        if len(pieces) >= 3:
+            break
     assert len(pieces) >= 3
     assert not any("activations" in piece for piece in pieces)
     found = last["activations"]["residual_stream"]
