@@ -11,8 +11,9 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.releases.open_source import open_source
 from scripts.releases.work_list import compare, write_report
-from vllm_steer.compat.sources import SourceError, open_source
+from vllm_steer.compat.sources import SourceError
 
 app = typer.Typer(add_completion=False, help="Compare versions of vLLM by their source, without importing them.")
 

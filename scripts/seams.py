@@ -10,15 +10,34 @@ Records of other versions stay. Seams that are new in the table are missing from
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.releases.open_source import open_source
 from vllm_steer.compat import seam_digests
-from vllm_steer.compat.sources import open_source
+from vllm_steer.compat.seam_digests import SeamSource, recorded_parts
+from vllm_steer.compat.seams import SEAMS
 
 OUTPUT = Path(seam_digests.__file__).with_name(seam_digests.FILE)
+
+
+def dump(table: Mapping[str, Mapping[str, SeamSource | None]]) -> str:
+    """Return the text of ``seams.json``: for each seam its variants, each with the versions that have it."""
+    result: dict[str, list[dict[str, object]]] = {}
+    for path in sorted({seam.path for seam in SEAMS}):
+        variants: dict[tuple[str, str] | None, list[str]] = {}
+        for version in sorted(table):
+            variants.setdefault(recorded_parts(table[version].get(path)), []).append(version)
+        result[path] = [
+            {"versions": versions, **({} if key is None else {"signature": key[0], "digest": key[1]})}
+            for key, versions in variants.items()
+        ]
+    lines = (f" {json.dumps(path)}: {json.dumps(variants)}" for path, variants in result.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def main() -> None:
@@ -26,7 +45,7 @@ def main() -> None:
     for name in [argument for argument in sys.argv[1:] if argument != "--check"] or ["installed"]:
         tree = open_source(name)
         table[tree.label] = seam_digests.read_seams(tree)
-    text = seam_digests.dump(table)
+    text = dump(table)
     if "--check" not in sys.argv:
         OUTPUT.write_text(text)
     elif OUTPUT.read_text() != text:

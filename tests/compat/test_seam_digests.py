@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from vllm_steer.compat.seam_digests import SeamSource, changes, dump, read_seam, read_seams, recorded
+from scripts.seams import dump
+from vllm_steer.compat.seam_digests import SeamSource, changes, read_seam, read_seams, recorded
 from vllm_steer.compat.seams import SEAMS, Kind, Seam
 from vllm_steer.compat.sources import SourceTree, installed_version
 

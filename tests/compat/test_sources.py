@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_steer.compat.sources import SourceError, SourceTree, open_source
+from scripts.releases.open_source import open_source
+from vllm_steer.compat.sources import SourceError, SourceTree
 
 FILES = {
     "vllm/__init__.py": "from .version import __version__\nraise RuntimeError('imported')",

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from scripts.releases.open_source import open_source
 from tests.repo.tree import ROOT, load_script, read
-from vllm_steer.compat.sources import open_source
 from vllm_steer.compat.version import TESTED, is_tested
 
 

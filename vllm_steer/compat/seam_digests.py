@@ -76,7 +76,7 @@ def changes(old: Mapping[str, SeamSource | None], new: Mapping[str, SeamSource |
     return [
         Change(seam, old.get(seam.path), new.get(seam.path))
         for seam in {seam.path: seam for seam in SEAMS}.values()
-        if _key(old.get(seam.path)) != _key(new.get(seam.path))
+        if recorded_parts(old.get(seam.path)) != recorded_parts(new.get(seam.path))
     ]
 
 
@@ -93,22 +93,8 @@ def recorded() -> Mapping[str, Mapping[str, SeamSource | None]]:
     return found
 
 
-def dump(table: Mapping[str, Mapping[str, SeamSource | None]]) -> str:
-    """Return the text of ``seams.json``: for each seam its variants, each with the versions that have it."""
-    result: dict[str, list[dict[str, object]]] = {}
-    for path in sorted({seam.path for seam in SEAMS}):
-        variants: dict[tuple[str, str] | None, list[str]] = {}
-        for version in sorted(table):
-            variants.setdefault(_key(table[version].get(path)), []).append(version)
-        result[path] = [
-            {"versions": versions, **({} if key is None else {"signature": key[0], "digest": key[1]})}
-            for key, versions in variants.items()
-        ]
-    lines = (f" {json.dumps(path)}: {json.dumps(variants)}" for path, variants in result.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _key(source: SeamSource | None) -> tuple[str, str] | None:
+def recorded_parts(source: SeamSource | None) -> tuple[str, str] | None:
+    """Return the signature and the digest of a seam, by which two versions are compared."""
     return None if source is None else (source.signature, source.digest)
 
 
