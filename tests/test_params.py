@@ -16,8 +16,8 @@ from vllm_steer.compat.stages import LOGGING
 from vllm_steer.compat.wraps import install
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import (
-    IDLE_KEY,
     PROGRAM_KEY,
+    REPORT_KEY,
     SamplingParams,
     compile_fields,
     refuse_assigned_fields,
@@ -99,7 +99,10 @@ def test_edits_that_add_nothing():
         {**place, "add": 2.0, "strength": 0.0},
         {**place, "add": 2.0},
     ]
-    assert msgspec.msgpack.decode(compile_fields({"steering": edits})[IDLE_KEY]) == ["steering[0]", "steering[2]"]
+    assert msgspec.msgpack.decode(compile_fields({"steering": edits})[REPORT_KEY]) == [
+        ["steering[0]", "steering[2]"],
+        {},
+    ]
 
 
 FIELDS = {

@@ -255,6 +255,7 @@ MAX_OPTIONS_CHARS = 16384
 MAX_OPTIONS_DEPTH = 8
 MAX_JSON_VALUES = 1 << 19
 MAX_DIRECTIONS = 1024
+MAX_DOSE = 1000
 MAX_COMPONENTS = 1 << 22
 MAX_MATRIX_COMPONENTS = 1 << 25
 MAX_SUBSPACE = 64
@@ -288,6 +289,7 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
         "JSON values", MAX_JSON_VALUES, "objects, lists and texts in a JSON file or in a body under `/v1/steering`"
     ),
     FormatLimit("directions", MAX_DIRECTIONS, "directions or probes of one projection"),
+    FormatLimit("dose", MAX_DOSE, "median lengths of the stream that a dose may add, in either direction"),
     FormatLimit("projection components", MAX_COMPONENTS, "components of all directions of one projection"),
     FormatLimit("matrix components", MAX_MATRIX_COMPONENTS, "components of all rows of a matrix of `replace`"),
     FormatLimit("subspace", MAX_SUBSPACE, "directions in `subspace` of an edit"),

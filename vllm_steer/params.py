@@ -55,8 +55,8 @@ APPLIED_KEY = "steer_applied"
 """The applied steering as JSON, once the request is admitted; empty if nothing applies."""
 CAPTURE_FIELD = "capture"
 FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
-IDLE_KEY = "steer_idle"
-"""Paths of edits with strength 0, which are not compiled, until the request is admitted."""
+REPORT_KEY = "steer_report"
+"""Paths of edits with strength 0, which are not compiled, and doses by path, until the request is admitted."""
 FIELD_ALIASES: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("vectors", "steering_vector", "steer", "apply_steering_vectors"), "steering_vectors")
     | dict.fromkeys(("edits", "edit", "interventions"), "steering")
@@ -75,7 +75,7 @@ EXTRA_ARGS_KEYS: tuple[str, ...] = (
     CAPTURE_KEY,
     MODULES_KEY,
     APPLIED_KEY,
-    IDLE_KEY,
+    REPORT_KEY,
     FILE_KEY,
 )
 RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY, LIVE_KEY})
@@ -116,8 +116,10 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
             stops=stops,
         )
         compiled[PROGRAM_KEY] = program.encode_cached()
-    if idle := [path for path, edit in edits if strength_of(edit) == 0.0]:
-        compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
+    idle = [path for path, edit in edits if strength_of(edit) == 0.0]
+    doses = {path: edit.given_dose for path, edit in edits if edit.given_dose is not None}
+    if idle or doses:
+        compiled[REPORT_KEY] = msgspec.msgpack.encode((idle, doses))
     if captures:
         compiled[CAPTURE_KEY] = encode_specs(captures)
     reduces = [spec.reduce for _, spec in captures] + [each.projections or each.probe for each in readouts.values()]

@@ -78,6 +78,14 @@ def test_explains_an_expression(tmp_path: Path, calm: str) -> None:
     assert "max_rows 1 1024" in lines
 
 
+def test_explains_edits_with_the_vector_of_a_module(tmp_path: Path, calm: str) -> None:
+    """Catches an edit that is refused although a server takes it, and a length or a dose of another vector."""
+    named = edit(vector={"module": "calm"})
+    lines = lines_of(run(tmp_path, {"steering": [{**named, "dose": -0.7}, {**named, "strength": 5}]}, calm))
+    assert "steering[0] add post_block of layer 2 all -14 -14 -0.7" in lines
+    assert "steering[1] add post_block of layer 2 all 5 5 0.25" in lines
+
+
 def test_says_which_blocks_are_shared(tmp_path: Path) -> None:
     """Catches blocks behind edited tokens that are called unedited, and live strengths whose blocks are shared.
 
@@ -108,6 +116,8 @@ def test_says_which_blocks_are_shared(tmp_path: Path) -> None:
         ({"steerin": [edit()]}, "did you mean steering"),
         ({"prompt": "Hello"}, "runs as without steering"),
         ("[]", "must be a JSON object"),
+        ({"steering": [edit(vector={"module": "calm"})]}, "steering[0].vector.module: 'calm' is not a --module; give"),
+        ({"steering": [edit(vector={"module": ["calm"]})]}, "steering[0].vector.module: ['calm'] is not"),
         ('{"steering": ', "request.json"),
         ({"steering": "0.7 calm"}, "names calm, which is not among the vectors: none"),
         ({"steering": "0.7 calm calm"}, "cannot be read from ' calm' on"),

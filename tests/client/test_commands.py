@@ -58,13 +58,21 @@ def test_modules(url: str, tmp_path: Path) -> None:
 
 
 def test_set_and_status(url: str, tmp_path: Path) -> None:
-    """Catches a misread scale, and a stale status."""
+    """Catches a misread scale, a scale beside a dose, a length of the stream that is not shown, and a stale status."""
     (tmp_path / "terse.json").write_text(json.dumps(BASE))
     run(url, "modules", "add", "terse", str(tmp_path / "terse.json"))
     assert "terse" in run(url, "set", "terse=-1.5", "--file", str(tmp_path / "terse.json"))
     status = run(url, "status")
     assert all(word in status for word in ("model: tiny", "modules: terse", "epoch: 2", "-1.5", "base"))
     assert "base" not in run(url, "set", "terse", "--replace")
+    (tmp_path / "long.json").write_text(json.dumps({**BASE, "provenance": {"stream": '{"1": 54.5}'}}))
+    run(url, "modules", "add", "long", str(tmp_path / "long.json"))
+    set_lines = [line.split() for line in run(url, "set", "terse=2", "--dose", "long=-0.5").splitlines()]
+    assert [(line[0], *line[2:]) for line in set_lines if line[:1] in (["terse"], ["long"])] == [
+        ("terse", "2"), ("long", "-0.5")
+    ]  # fmt: skip
+    assert ["post_block", "1", "54.5", "long"] in [line.split() for line in run(url, "status").splitlines()]
+    run(url, "set", "--dose", "long", status=2)
     assert "global steering: none" in run(url, "set", "--clear")
     run(url, "set", "terse=x", status=2)
     run(url, "set", "terse", "--clear", status=2)

@@ -33,6 +33,8 @@ def test_an_expression_is_read_and_printed() -> None:
         Term("refusal", ablate=True, when=("suspicion", ">", 0.5)),
     )
     assert str(read) == TEXT
+    small = Expression.parse("1e-3 calm when x > -2.5E2 + .5e+1 b")
+    assert small.terms == (Term("calm", 0.001, when=("x", ">", -250.0)), Term("b", 5.0))
     sloppy = Expression.parse(" -calm@first:20 + .5  ablate b when x<-1")
     assert str(sloppy) == "- 1 calm@first:20 + 0.5 ablate b when x < -1"
 
@@ -59,6 +61,8 @@ def test_every_expression_prints_back_to_itself(terms: list[Term]) -> None:
         ("", "is empty"),
         ("0.7", "cannot be read from '0.7' on"),
         ("calm formal", "cannot be read from ' formal' on"),
+        ("1e3", "cannot be read from '1e3' on"),
+        ("1e calm", "cannot be read"),
         ("calm + ", "cannot be read from ' + ' on"),
         ("calm - - formal", "cannot be read from ' - - formal' on"),
         ("ablate", "cannot be read from 'ablate' on"),

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from tests.registry.modules import CAPABILITIES, content, module, registry, vector
 from tests.server.fakes import HIDDEN
-from vllm_steer import SamplingParams, SteeringError
+from vllm_steer import Edit, SamplingParams, SteeringError
 from vllm_steer.limits import MAX_DIRECTIONS
 from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, MODULES_KEY, PROGRAM_KEY, program_of, strip_for_engine
 from vllm_steer.points import POINT_NAMES
@@ -336,11 +336,10 @@ def test_a_digest_has_no_dose() -> None:
 
 def test_modules_tell_what_a_dose_means() -> None:
     """Catches a strength that adds another dose than 1, and a list of modules that fails because of one of them."""
-    steering, base = dosed(stream='{"0": 3.0, "1": 5.0, "2": 7.0}')
+    steering, _ = dosed(stream='{"0": 3.0, "1": 5.0, "2": 7.0}')
     steering.register("other", **content(), provenance={"stream": '{"0": 3.0}'})
-    steering.register("prose", base=base, provenance={"stream": "of layer 1"})
-    calm, other, prose = steering.list().data
-    assert other.streams == prose.streams == []
+    calm, other = steering.list().data
+    assert other.streams == []
     assert [(each.point, each.layer, each.length) for each in calm.streams] == [
         ("post_block", 0, 3),
         ("post_block", 1, 5),
@@ -369,15 +368,68 @@ def test_global_steering_keeps_the_lengths_of_its_doses() -> None:
 def test_doses_without_lengths_are_refused() -> None:
     """Catches a module that is added at an arbitrary strength because its provenance has no number for a layer."""
     use = [{"module": "calm", "dose": 0.5}]
-    for stream in ("", "long", "{}", '{"0": 3.0}', '{"0": 3, "1": 0}', '{"0": 3, "1": -1}', '{"0": 3, "1": "4"}'):
+    for stream in ("{}", '{"0": 3.0}'):
         with pytest.raises(SteeringError, match=r"does not tell; use a vector of a file made with .*vllm-steer make"):
             dosed(stream=stream)[0].compose(extra(steering_modules=use))
     steering, _ = dosed(stream='{"0": 3.0, "1": 5.0}')
-    with pytest.raises(SteeringError, match=r"steering_modules\[0\].dose: must be finite and at most"):
+    with pytest.raises(SteeringError, match=r"steering_modules\[0\].dose: a dose must be between -1000 and 1000"):
         steering.compose(extra(steering_modules=[{"module": "calm", "dose": 3e38}]))
     steering.register("calm", **content())
     with pytest.raises(SteeringError, match=r"steering_modules\[0\]: calm is a module with other edits than vectors"):
         steering.compose(extra(steering_modules=use))
+
+
+@pytest.mark.parametrize("use", [["calm", 1e-50], {"module": "calm", "dose": 1e-60}, ["calm", 0]])
+def test_a_strength_that_float32_rounds_to_zero_has_no_effect(use: Any) -> None:
+    """Catches a request that is called steered although each of its strengths is 0 where edits are computed."""
+    steering, _ = dosed(stream='{"0": 3.0, "1": 5.0}')
+    edit = {"kind": "add", "point": "post_block", "layers": 1, "vector": vector(1), "strength": 1e-50}
+    composed = steering.compose(extra(steering_modules=[use, "calm"], steering=[edit, {**edit, "strength": 1e-40}]))
+    assert len(Program.from_bytes(composed[PROGRAM_KEY]).edits) == 3
+    applied = SteeringApplied.model_validate_json(composed[APPLIED_KEY], strict=True)
+    assert [(each.edit, each.reason) for each in applied.no_effect] == [
+        ("steering[0]", "zero_strength"),
+        ("steering_modules[0]", "zero_strength"),
+    ]
+
+
+def test_modules_of_probes_do_not_steer() -> None:
+    """Catches a module without vectors that leaves a request plain, and an error that speaks of other edits."""
+    steering = registry()
+    steering.register("risk", probes={"lie": vector(1)})
+    problem = r'risk has probes and no vectors; name a probe in readouts or as {"module": "risk/lie"} in an edit'
+    for use in ("risk", ["risk", 2.0], {"module": "risk", "dose": 1}):
+        with pytest.raises(SteeringError, match=rf"steering_modules\[0\]: {problem}"):
+            steering.compose(extra(steering_modules=[use]))
+        with pytest.raises(SteeringError, match=rf"modules\[0\]: {problem}"):
+            steering.set(modules=[use])
+    with pytest.raises(SteeringError, match=f"vector: {problem}"):
+        find_vector("risk", steering.snapshot(), "vector", dosed=False)
+
+
+def test_doses_of_edits_are_reported() -> None:
+    """Catches a dose that an answer does not show, and a strength that is shown as a dose."""
+    steering, _ = dosed(stream='{"0": 3.0, "1": 5.0}')
+    calm = find_vector("calm", steering.snapshot(), "vector", dosed=True)
+    edit = {"kind": "add", "point": "post_block", "layers": 1, "vector": calm}
+    composed = steering.compose(extra(steering=[{**edit, "strength": 2.0}, {**edit, "dose": -0.25}]))
+    assert SteeringApplied.model_validate_json(composed[APPLIED_KEY], strict=True).doses == {"steering[1]": -0.25}
+    plain = steering.compose(extra(steering=[{**edit, "strength": 2.0}]))
+    assert b"doses" not in plain[APPLIED_KEY]
+
+
+@pytest.mark.parametrize("length", [1e-30, 1e-42, 1e25])
+def test_doses_of_very_short_and_long_vectors(length: float) -> None:
+    """Catches a norm that underflows or overflows in float32, and with it the dose."""
+    steering, direction = registry(), vector(1) / np.linalg.norm(vector(1))
+    probe = {"weights": direction * length, "point": "post_block", "layer": 1}
+    steering.register(
+        "calm", base={"post_block": {1: direction * length}}, probes={"p": probe}, provenance={"stream": '{"1": 1e-4}'}
+    )
+    for name in ("calm", "calm/p"):
+        found = find_vector(name, steering.snapshot(), "vector", dosed=True)
+        edit = Edit("add", point="post_block", layers=1, vector=found, dose=0.5)
+        np.testing.assert_allclose(edit.strength * edit.vector.astype(float), 5e-5 * direction, rtol=1e-2, atol=1e-7)
 
 
 class CountedIndex(dict[str, tuple[ModuleVersion, ...]]):

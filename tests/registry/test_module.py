@@ -119,6 +119,15 @@ def test_parses_references(given: Any, name: str | None, digest: str | None, sca
     assert parse_reference(found, "m") == parse_reference(found.to_wire(), "m") == found
 
 
+def test_names_in_edits_of_modules_are_refused() -> None:
+    """Catches advice for Python where a module or global steering is given over HTTP."""
+    for named in ({"module": "calm"}, {"capture": "x"}):
+        with pytest.raises(SteeringError) as refused:
+            parse_module({"edits": [{"kind": "add", "point": "pre_attn", "layers": 1, "vector": named}]})
+        assert refused.value.field == "edits[0].vector" and "Edit(" not in refused.value.problem
+        assert "only requests can; send the numbers, or give the module in `modules`" in refused.value.problem
+
+
 def test_parses_references_with_a_dose() -> None:
     """Catches a dose that is dropped on the way, or read as a scale."""
     found = parse_reference({"module": f"calm@{DIGEST}", "dose": -0.5}, "m")
@@ -127,6 +136,8 @@ def test_parses_references_with_a_dose() -> None:
     for given, field, words in (
         ({"module": "calm", "dose": 1, "scale": 1.0}, "m", "has a dose and a scale; give one of them"),
         ({"module": "calm", "dose": "1"}, "m.dose", "must be a number"),
+        ({"module": "calm", "dose": None}, "m.dose", "is null; give a number, or the name alone for scale 1"),
+        ({"module": "calm", "dose": 1e20}, "m.dose", "between -1000 and 1000, not 1e+20"),
         ({"module": ["calm", 2], "dose": 1}, "m.module", "must be a module name"),
         ({"dose": 1}, "m.module", "is missing"),
         ({"name": "calm", "dose": 1}, "m", "unknown key 'name'; use module, dose"),
@@ -196,10 +207,19 @@ def test_parses_probe_references() -> None:
         ({"provenance": ["x"]}, "provenance"),
         ({"provenance": {"a": {"b": 1}}}, "provenance.'a'"),
         ({"provenance": {str(i): "" for i in range(33)}}, "provenance"),
+        *(
+            ({"provenance": {"stream": text}}, "provenance.stream")
+            for text in ("", "of layer 1", "[1]", '{"1": "4"}', '{"1": NaN}', '{"1": 1e999}', '{"a": 1}')
+        ),
+        *(
+            ({"provenance": {"stream": f'{{"0": 3, "1": {length}}}'}}, "provenance.stream[1]")
+            for length in ("0", "-2.5", "1e39")
+        ),
+        ({"provenance": {"stream": '{"-1": 3}'}}, "provenance.stream[-1]"),
     ],
 )
 def test_rejects_invalid_metadata(given: Any, field: str) -> None:
-    """Catches metadata that cannot be stored, or that are unlimited in size."""
+    """Catches metadata that cannot be stored or have no limit, and lengths of the stream that no dose can have."""
     with pytest.raises(SteeringError) as refused:
         parse_metadata(given)
     assert refused.value.field == field

@@ -338,6 +338,7 @@ def test_a_dose_is_in_lengths_of_the_stream(vector: Any) -> None:
     assert make(**edit.to_wire()) == edit
     assert make(vector=vector, strength=3) == make(vector=[3.0, 4.0], strength=3)
     assert make(vector=vector, kind="ablate").kind == "ablate"
+    assert make(vector=vector, dose=-0.5, strength=None) == edit and edit.given_dose == -0.5
 
 
 def test_doses_without_a_meaning_are_refused() -> None:
@@ -351,7 +352,10 @@ def test_doses_without_a_meaning_are_refused() -> None:
     assert_refused("layers", "has no vector of layer 3; use one of 2", vector=LENGTHS, dose=0.5, layers=3)
     assert_refused("layers", "must be one layer", "send one edit for each layer", vector=LENGTHS, layers="all")
     assert_refused("point", "is pre_attn, but the vectors are of post_block", vector=LENGTHS, point="pre_attn")
-    assert_refused("dose", "must be finite and at most", vector=LENGTHS, dose=3e38)
+    for dose in (1000.5, -1e20, 3e38):
+        assert_refused("dose", "between -1000 and 1000", f"not {dose:g}; beyond, rounding", vector=LENGTHS, dose=dose)
+    short = Direction("post_block", 2, np.float32([0.6, 0.8]), 20.0, distance=1e-38)
+    assert_refused("dose", "0.5 means 1e+39 times the vector of post_block[2]", vector=short, dose=0.5)
     assert_refused("dose", "must be a number", vector=LENGTHS, dose="0.5")
 
 

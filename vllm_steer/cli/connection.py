@@ -43,13 +43,13 @@ def connect(url: str, api_key: str | None) -> Iterator[Client]:
         raise fail(f"{url} is not a server with vllm-steer: unexpected response") from None
 
 
-def parse_modules(words: list[str] | None) -> list[tuple[str, float]]:
-    """Return ``["calm=1.5", "terse"]`` as names and scales. Raises ``typer.BadParameter``."""
+def parse_modules(words: list[str] | None, default: float | None = 1.0) -> list[tuple[str, float]]:
+    """Return ``["calm=1.5", "terse"]`` as names and numbers. Raises ``typer.BadParameter``."""
     modules = []
     for word in words or ():
         name, equals, scale = word.partition("=")
         try:
-            number = float(scale) if equals else 1.0
+            number = float(scale) if equals or default is None else default
         except ValueError:
             number = math.nan
         if not math.isfinite(number):

@@ -61,6 +61,8 @@ def explain(
             raise SteeringError(str(request), f"has none of {', '.join(FIELDS)}; it runs as without steering")
         if isinstance(text := fields.get(GENERAL_FIELD), str):
             fields[GENERAL_FIELD] = Expression.parse(text).edits(known)
+        elif isinstance(text, list):
+            fields[GENERAL_FIELD] = [_with_vector(each, f"{GENERAL_FIELD}[{i}]", known) for i, each in enumerate(text)]
         compiled = compile_fields(fields)
         edits = parse_fields_with_paths({name: fields[name] for name in FIELD_NAMES if name in fields})
         if edits:
@@ -93,6 +95,19 @@ def _modules(given: Iterable[str]) -> dict[str, Directions]:
     if wrong := [name for name, equals, file in pairs if not (name and equals and file)]:
         raise SteeringError("module", f"{wrong[0]!r} is not NAME=FILE, such as calm=calm.safetensors")
     return {name: Directions.load(file) for name, _, file in pairs}
+
+
+def _with_vector(edit: Any, path: str, known: Mapping[str, Directions]) -> Any:
+    """Return an edit with the vectors of the module that it names."""
+    from vllm_steer.errors import SteeringError
+    from vllm_steer.request.capture_source import names_rows
+
+    if not isinstance(edit, dict) or not names_rows(vector := edit.get("vector")) or "module" not in vector:
+        return edit
+    found = known.get(str(name := vector["module"]))
+    if found is None:
+        raise SteeringError(f"{path}.vector.module", f"{name!r} is not a --module; give its file as NAME=FILE")
+    return {**edit, "vector": found}
 
 
 def _edit(path: str, edit: Edit, known: Iterable[Directions]) -> tuple[str, ...]:

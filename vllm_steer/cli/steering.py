@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
     from vllm_steer.registry.schema import GlobalSteering
 
 Body = Annotated[Path | None, typer.Option("--file", help="Body of POST /v1/steering/set, in JSON.")]
+Doses = Annotated[
+    list[str] | None,
+    typer.Option("--dose", metavar="MODULE=DOSE", help="Module and its dose, after the others; repeatable."),
+]
 Replace = Annotated[bool, typer.Option("--replace", help="Clear everything that is not given.")]
 Clear = Annotated[bool, typer.Option("--clear", help="Clear everything.")]
 
 
 def set_steering(
     modules: Modules = None,
+    dose: Doses = None,
     file: Body = None,
     replace: Replace = False,
     clear: Clear = False,
@@ -31,7 +36,8 @@ def set_steering(
     """Steer every request that the server admits from now on."""
     from vllm_steer.errors import SteeringError
 
-    references = parse_modules(modules)
+    references: list[Any] = [*parse_modules(modules)]
+    references += [{"module": name, "dose": number} for name, number in parse_modules(dose, default=None)]
     if clear and (references or file is not None or replace):
         raise typer.BadParameter("--clear cannot be combined with other arguments")
     with connect(url, api_key) as client:
@@ -48,10 +54,13 @@ def set_steering(
 
 
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Show a server's model, modules and global steering."""
+    """Show a server's model, modules, the lengths of the stream that they tell, and global steering."""
     with connect(url, api_key) as client:
         typer.echo(f"model: {client.model}")
-        typer.echo(f"modules: {', '.join(module.name for module in client.list().data) or 'none'}")
+        modules = client.list().data
+        typer.echo(f"modules: {', '.join(module.name for module in modules) or 'none'}")
+        if told := [(each.point, each.layer, f"{each.length:.4g}", of.name) for of in modules for each in of.streams]:
+            print_table(("point", "layer", "length of the stream", "told by"), sorted(told))
         _print(client.status())
 
 
@@ -59,10 +68,7 @@ def _print(steering: GlobalSteering) -> None:
     typer.echo(f"epoch: {steering.epoch}")
     typer.echo(f"global steering: {steering.digest or 'none'}")
     if steering.modules:
-        uses = steering.modules
-        doses = ["" if use.dose is None else f"{use.dose:g}" for use in uses]
-        lines = (
-            (use.name or "", use.digest[:19], f"{use.scale:g}", dose) for use, dose in zip(uses, doses, strict=True)
-        )
+        amounts = [(f"{use.scale:g}", "") if use.dose is None else ("", f"{use.dose:g}") for use in steering.modules]
+        lines = ((use.name or "", use.digest[:19], *amounts[i]) for i, use in enumerate(steering.modules))
         print_table(("module", "digest", "scale", "dose"), lines)
     print_content(steering.content)

@@ -45,7 +45,7 @@ from vllm_steer.request.condition import condition_source
 from vllm_steer.request.hidden_layer import TOO_LATE, HiddenLayer
 from vllm_steer.request.matrix import orthonormal_basis
 from vllm_steer.request.message_parts import PROMPT_PARTS
-from vllm_steer.request.scalars import FLOAT32_MAX, closest
+from vllm_steer.request.scalars import FLOAT32_MAX, closest, zero_if_underflows
 from vllm_steer.request.selector import Wire
 from vllm_steer.request.sites import Layers
 
@@ -185,7 +185,7 @@ def _compile_edit(edit: Edit, vectors: VectorTable, when: tuple[CompiledConditio
 
 def strength_of(edit: Edit) -> float:
     """Return the strength of an edit, multiplied by what an edit of a feature adds; 0 means that it changes nothing."""
-    return edit.strength * (1.0 if edit.add is None else edit.add)
+    return zero_if_underflows(edit.strength * (1.0 if edit.add is None else edit.add))
 
 
 def _coordinates(values: npt.NDArray[np.float64], field: str) -> bytes:

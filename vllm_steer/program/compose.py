@@ -12,7 +12,7 @@ from vllm_steer.program.compiler import compile_program
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.vector_table import VectorTable
-from vllm_steer.request.scalars import read_number
+from vllm_steer.request.scalars import read_number, zero_if_underflows
 
 
 def join(programs: Sequence[Program]) -> Program:
@@ -73,8 +73,8 @@ def scaled(program: Program, scale: float) -> Program:
     if scale == 0.0:
         sources = program.sources[len(program.edits) :]
         return msgspec.structs.replace(program, width=0, edits=(), digests=(), vectors=(), sources=sources)
-    edits = [edit.with_strength(read_number(edit.strength * scale, "scale"), program.digests) for edit in program.edits]
-    # A product may underflow to 0.
+    strengths = [zero_if_underflows(read_number(edit.strength * scale, "scale")) for edit in program.edits]
+    edits = [edit.with_strength(each, program.digests) for edit, each in zip(program.edits, strengths, strict=True)]
     kept = [number for number, edit in enumerate(edits) if edit.strength]
     sources = program.sources and (*(program.sources[i] for i in kept), *program.sources[len(edits) :])
     return msgspec.structs.replace(program, edits=tuple(edits[i] for i in kept), sources=sources)

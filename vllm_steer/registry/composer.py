@@ -20,9 +20,9 @@ from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_KEY,
-    IDLE_KEY,
     MODULES_KEY,
     PROGRAM_KEY,
+    REPORT_KEY,
     encode_specs,
     read_references,
     read_specs,
@@ -45,7 +45,7 @@ from vllm_steer.request.references import (
     parse_reference,
 )
 
-_COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY, IDLE_KEY)
+_COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY, REPORT_KEY)
 _CACHE_SIZE = 256
 _MAX_CACHED_BYTES = 1 << 14
 """Size limit of cached ``extra_args`` values. Larger ones contain vectors, which rarely repeat."""
@@ -145,13 +145,13 @@ def find_vector(name: object, snapshot: Snapshot, field: str, *, dosed: bool) ->
     weights = probe.direction(name, field)
     if not dosed:
         return weights
-    length = float(np.linalg.norm(weights))
+    length = float(np.linalg.norm(weights.astype(np.float64)))
     if probe.point is None or probe.layer is None or not length:
         problem = f"the probe {name} has no point, layer or length, so a dose has no meaning; give a strength"
         raise SteeringError(field, problem)
     refuse_dosed_digest(reference.module, field)
     stream = snapshot.find(reference.module, field)[1].metadata.streams.get(probe.layer, float("nan"))
-    return Direction(probe.point, probe.layer, weights / np.float32(length), stream, length)
+    return Direction(probe.point, probe.layer, (weights / length).astype(np.float32), stream, length)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot, names: _Names
     references = read_references(steering_args)
     modules = _resolve(references or (), snapshot)
     joined = own
-    composed = {key: value for key, value in steering_args.items() if key not in (MODULES_KEY, IDLE_KEY)}
+    composed = {key: value for key, value in steering_args.items() if key not in (MODULES_KEY, REPORT_KEY)}
     if own is not None and own.has_names:
         own = joined = bind_names(own, names)
         composed[PROGRAM_KEY] = own.encode_cached()
@@ -192,31 +192,31 @@ def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot, names: _Names
         paths = [f"capture.{consumer}" for consumer, _ in specs]
         own = join([own.without_captures(), compile_program([], [spec for _, spec in specs], capture_paths=paths)])
         composed[PROGRAM_KEY] = own.encode_cached()
+    named = [with_source(snapshot.program(each), f"{MODULES_FIELD}[{i}]") for i, each in enumerate(modules)]
     if modules or snapshot.steering_digest is not None:
-        named = [with_source(snapshot.program(each), f"{MODULES_FIELD}[{i}]") for i, each in enumerate(modules)]
         steering = snapshot.steering_program
         global_programs = [] if steering is None else [with_source(steering, GLOBAL_SOURCE)]
         joined = join([*global_programs, *named, *([] if own is None else [own])])
         composed[PROGRAM_KEY] = joined.encode_cached()
-    idle = _read_idle(steering_args)
+    idle, doses = _read_report(steering_args)
     if modules or snapshot.steering_digest is not None or idle or (own is not None and (own.edits or own.readouts)):
-        idle += [f"{MODULES_FIELD}[{i}]" for i, each in enumerate(modules) if 0.0 in (each.scale, each.dose)]
+        idle += [f"{MODULES_FIELD}[{i}]" for i, program in enumerate(named) if not program.edits]
         no_effect = [{"edit": path, "reason": "zero_strength"} for path in idle]
         no_effect += [{"edit": path, "reason": "zero_vector"} for path in (() if joined is None else joined.zero_edits)]
-        composed[APPLIED_KEY] = _encode_applied(snapshot, modules, own, no_effect)
+        composed[APPLIED_KEY] = _encode_applied(snapshot, modules, own, no_effect, doses)
     return composed
 
 
-def _read_idle(ours: Mapping[str, Any]) -> list[str]:
-    """Return the paths of the request's edits with strength 0."""
+def _read_report(ours: Mapping[str, Any]) -> tuple[list[str], dict[str, float]]:
+    """Return the paths of the request's edits with strength 0, and the doses of its edits by path."""
     try:
-        return msgspec.msgpack.decode(ours.get(IDLE_KEY, b"\x90"), type=list[str])
+        return msgspec.msgpack.decode(ours.get(REPORT_KEY, b"\x92\x90\x80"), type=tuple[list[str], dict[str, float]])
     except (msgspec.MsgspecError, TypeError):
-        raise SteeringError(f"extra_args.{IDLE_KEY}", "is reserved for internal use") from None
+        raise SteeringError(f"extra_args.{REPORT_KEY}", "is reserved for internal use") from None
 
 
 def _resolve(references: tuple[Reference, ...], snapshot: Snapshot) -> tuple[ResolvedModule, ...]:
-    return tuple(snapshot.find(each, f"{MODULES_FIELD}[{i}]")[0] for i, each in enumerate(references))
+    return tuple(snapshot.find_edits(each, f"{MODULES_FIELD}[{i}]") for i, each in enumerate(references))
 
 
 def _projection(spec: CaptureSpec, named: NamedProjection, snapshot: Snapshot, source: str) -> Projection:
@@ -244,7 +244,11 @@ def _find(probe: ProbeReference, snapshot: Snapshot, field: str) -> Probe:
 
 
 def _encode_applied(
-    snapshot: Snapshot, modules: tuple[ResolvedModule, ...], own: Program | None, no_effect: list[dict[str, str]]
+    snapshot: Snapshot,
+    modules: tuple[ResolvedModule, ...],
+    own: Program | None,
+    no_effect: list[dict[str, str]],
+    doses: dict[str, float],
 ) -> bytes:
     """Return the JSON of a `SteeringApplied`, which is encoded for every request but rarely decoded."""
     return msgspec.json.encode(
@@ -254,6 +258,7 @@ def _encode_applied(
             "modules": modules,
             "request": None if own is None or not own.edits else _edits_digest(own),
             **({"no_effect": no_effect} if no_effect else {}),
+            **({"doses": doses} if doses else {}),
         }
     )
 

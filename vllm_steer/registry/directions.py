@@ -19,7 +19,7 @@ from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.vector_files import read_vector_file, write_vector_file
 from vllm_steer.request import Edit
 from vllm_steer.request.capture_source import no_dose
-from vllm_steer.request.scalars import shown
+from vllm_steer.request.scalars import FLOAT32_MAX, shown
 from vllm_steer.request.sites import Layers
 
 Array: TypeAlias = npt.NDArray[np.float32]
@@ -59,10 +59,19 @@ class Direction:
         return self.distance / self.stream
 
     def strength(self, dose: float) -> float:
-        """Return the strength with which `vector` adds a dose; raise SteeringError if `stream` is unknown."""
+        """Return the strength with which `vector` adds a dose.
+
+        Raises:
+            SteeringError: `stream` is unknown, or float32 does not have the strength.
+        """
         if not self.stream > 0:
             raise no_dose(f"the vector of {self.point}[{self.layer}]")
-        return dose * self.stream / self.distance
+        strength = dose * self.stream / self.distance
+        if not abs(strength) <= FLOAT32_MAX:
+            where = f"the vector of {self.point}[{self.layer}], which has length {abs(self.distance):.3g}"
+            problem = f"{dose:g} means {strength:.3g} times {where}, but float32 ends at {FLOAT32_MAX:.3g}"
+            raise SteeringError("dose", f"{problem}; register a longer vector")
+        return strength
 
     def direction_at(self, point: str | None, layers: Layers) -> Direction:
         """Return this direction; raise SteeringError for another site."""
@@ -169,6 +178,8 @@ class Directions(Mapping[int, Direction]):
         Raises:
             SteeringError: The module has something else than vectors of layers of one hook point.
         """
+        if not module.all_edits:
+            raise SteeringError("vectors", only_probes(module, name))
         if not module.base or len(module.all_edits) > len(module.base):
             raise SteeringError(
                 "vectors", f"{name} is a module with other edits than vectors of layers; save those alone"
@@ -177,10 +188,11 @@ class Directions(Mapping[int, Direction]):
             raise SteeringError("vectors", f"{name} has vectors at {', '.join(map(str, points))}; use one hook point")
         found, streams, aurocs = {}, metadata.streams, metadata.numbers("auroc")
         for edit in module.base:
-            layer, distance = int(edit.layers[0]), float(np.linalg.norm(edit.vector)) * edit.strength
+            vector = edit.vector.astype(np.float64)
+            layer, distance = int(edit.layers[0]), float(np.linalg.norm(vector)) * edit.strength
             if not distance or edit.point is None:
                 raise SteeringError("vectors", f"{name} has a vector of zeros at layer {layer}; remove it")
-            unit = (edit.vector * np.float32(edit.strength / abs(distance))).astype(np.float32)
+            unit = (vector * (edit.strength / abs(distance))).astype(np.float32)
             length, auroc = (each.get(layer, float("nan")) for each in (streams, aurocs))
             found[layer] = Direction(edit.point, layer, unit, length, abs(distance), auroc=auroc)
         return cls(found, metadata.model or "", metadata.provenance.get("method", ""), metadata.provenance)
@@ -201,17 +213,23 @@ class Directions(Mapping[int, Direction]):
         vectors = {self.point: {str(layer): self[layer].vector for layer in chosen}}
         about = {
             **self.provenance,
-            "stream": encode_numbers({layer: self[layer].stream for layer in chosen}),
+            "stream": encode_numbers({layer: self[layer].stream for layer in chosen if self[layer].stream > 0}),
             "auroc": encode_numbers({layer: self[layer].auroc for layer in chosen}),
         }
         save_module(path, {"base": vectors}, self.model, {"method": self.method, **about})
 
 
+def only_probes(module: Module, name: object) -> str:
+    """Return the problem of a module without edits where one is needed."""
+    probe = f"{name}/{next(iter(module.probes), 'probe')}"
+    return f'{name} has probes and no vectors; name a probe in readouts or as {{"module": "{probe}"}} in an edit'
+
+
 def streams_at(module: Module, metadata: ModuleMetadata, point: str, layers: Collection[int]) -> list[float]:
-    """Return the lengths of the stream that a module tells at a point of some layers; of all if none is given."""
-    if point not in {edit.point for edit in module.base}:
-        return []
-    return [length for layer, length in metadata.streams.items() if not layers or layer in layers]
+    """Return the lengths of the stream that a module tells at its vectors of a point, at some layers or at all."""
+    sites = [edit.layers[0] for edit in module.base if edit.point == point]
+    streams = metadata.streams
+    return [streams[int(n)] for n in sites if n in streams and (not layers or n in layers)]
 
 
 def save_module(path: str | Path, content: Mapping[str, Any], model: str, provenance: Mapping[str, str]) -> None:

@@ -20,7 +20,8 @@ from vllm_steer.registry.directions import Directions
 from vllm_steer.request import Edit
 from vllm_steer.request.scalars import shown
 
-_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
+# An exponent is never read as the beginning of a name.
+_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+|(?![eE][+-]?\d))"
 _NAME = r"(?!(?:when|ablate)\b)[A-Za-z][\w.-]*"
 # White space stands behind what is required before it: of a run that several parts can match, a client's text would be
 # searched in cubic time.

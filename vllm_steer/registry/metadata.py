@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.request.scalars import shown
+from vllm_steer.request.scalars import FLOAT32_MAX, shown
 
 METADATA_KEYS: tuple[str, ...] = ("description", "model", "provenance")
 MAX_TEXT = 4096
@@ -51,7 +51,8 @@ def parse_metadata(given: Mapping[str, Any]) -> ModuleMetadata:
     """Parse ``description``, ``model`` and ``provenance``; other keys of ``given`` are ignored.
 
     Raises:
-        SteeringError: A value has the wrong type, or exceeds 4096 characters or 32 provenance entries.
+        SteeringError: A value has the wrong type, or exceeds 4096 characters or 32 provenance entries; or a length of
+            the stream has no meaning.
     """
     description, model, provenance = (given.get(key) for key in METADATA_KEYS)
     if provenance is None:
@@ -60,7 +61,7 @@ def parse_metadata(given: Mapping[str, Any]) -> ModuleMetadata:
         raise SteeringError(
             "provenance", f"must be {{name: text}} with at most {MAX_ENTRIES} entries, not {shown(provenance)}"
         )
-    return ModuleMetadata(
+    about = ModuleMetadata(
         description="" if description is None else _parse_text(description, "description"),
         model=None if model is None else _parse_text(model, "model"),
         provenance={
@@ -68,6 +69,16 @@ def parse_metadata(given: Mapping[str, Any]) -> ModuleMetadata:
             for key, text in provenance.items()
         },
     )
+    told = about.numbers("stream")
+    example = 'write lengths by layer, such as {"12": 48.5}, or omit it'
+    if "stream" in about.provenance and not told and about.provenance["stream"].strip() != "{}":
+        problem = f"is {shown(about.provenance['stream'])}, not a JSON object of numbers; {example}"
+        raise SteeringError("provenance.stream", problem)
+    for layer, length in told.items():
+        if not (layer >= 0 and 0 < length <= FLOAT32_MAX):
+            problem = f"{length:g} is not a length of the stream, which is above 0 and finite; {example}"
+            raise SteeringError(f"provenance.stream[{layer}]", problem)
+    return about
 
 
 def _parse_text(value: object, field: str) -> str:

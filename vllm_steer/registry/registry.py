@@ -285,7 +285,7 @@ class SteeringRegistry:
             resolved: tuple[ResolvedModule, ...] = () if replace else steering.modules
             if references is not None:
                 try:
-                    resolved = tuple(old.find(each, f"modules[{i}]")[0] for i, each in enumerate(references))
+                    resolved = tuple(old.find_edits(each, f"modules[{i}]") for i, each in enumerate(references))
                 except UnknownModuleError as error:
                     raise error.with_names(old.index.modules) from None
             before = Module() if replace or steering.content is None else old.content(steering.content)

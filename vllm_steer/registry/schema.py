@@ -58,6 +58,9 @@ class SteeringApplied(_Answer):
     """Modules that the request named."""
     request: str | None
     """Digest of the request's own compiled edits, or null if it had none."""
+    doses: dict[str, float] = {}
+    """Doses of the request's own edits by path, such as `steering[0]`; an expression has an edit for each layer.
+    Omitted from JSON if there are none."""
     no_effect: tuple[NoEffect, ...] = ()
     """Edits, conditions, readouts and stops that had no effect; omitted from JSON if there are none. Unreached ones are
     known when the request has finished: a stream that has any ends with one more event."""

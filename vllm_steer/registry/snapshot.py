@@ -12,7 +12,7 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import REGISTRY_MIB
 from vllm_steer.program import Program, join, scaled, with_source
-from vllm_steer.registry.directions import Directions, streams_at
+from vllm_steer.registry.directions import Directions, only_probes, streams_at
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.index import (
     GlobalSteeringState,
@@ -74,6 +74,13 @@ class Snapshot:
         resolved = ResolvedModule(reference.name, found.digest, reference.scale)
         return (resolved if reference.dose is None else self._dosed(resolved, reference, found, field)), found
 
+    def find_edits(self, reference: Reference, field: str) -> ResolvedModule:
+        """Resolve a reference to a module that steers; raises ``SteeringError`` if it has probes only."""
+        resolved, _ = self.find(reference, field)
+        if not (module := self.content(resolved.digest)).all_edits:
+            raise SteeringError(field, only_probes(module, reference))
+        return resolved
+
     def _dosed(
         self, module: ResolvedModule, reference: Reference, version: ModuleVersion, field: str
     ) -> ResolvedModule:
@@ -83,7 +90,7 @@ class Snapshot:
         try:
             scales = tuple(each.strength(dose) for each in directions.values())
             for edit, scale in zip(self.content(version.digest).base, scales, strict=True):
-                read_number(edit.strength * scale, "dose")
+                read_number(edit.strength * scale, "strength")
         except SteeringError as error:
             raise SteeringError(f"{field}.{error.field}", error.problem) from None
         return msgspec.structs.replace(module, dose=dose, scales=scales)

@@ -57,6 +57,11 @@ VECTOR_FIELD = msgspec.Meta(
 _NAMING_KEYS = (StoredRowsForm.__struct_fields__[0], ModuleRowsForm.__struct_fields__[0])
 
 
+def names_rows(vector: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether a vector is given by the name of a stored capture or of a module."""
+    return isinstance(vector, Mapping) and any(key in vector for key in _NAMING_KEYS)
+
+
 def refuse_names(vector: object, *, takes_matrix: bool) -> None:
     """Raise SteeringError for rows that are named by capture id or module, which only a server can look up.
 
@@ -64,7 +69,7 @@ def refuse_names(vector: object, *, takes_matrix: bool) -> None:
         vector: The vector of an edit in any form.
         takes_matrix: Whether the kind of the edit takes such rows on a server.
     """
-    if not isinstance(vector, Mapping) or not any(key in vector for key in _NAMING_KEYS):
+    if not names_rows(vector):
         return
     if not takes_matrix and _NAMING_KEYS[0] in vector:
         raise SteeringError("vector", "refers to rows stored on a server; only replace takes stored rows")

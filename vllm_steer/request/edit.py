@@ -2,7 +2,7 @@
 """Edits of the residual stream."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -37,7 +37,7 @@ from vllm_steer.request.matrix import (
     parse_matrix,
     parse_subspace,
 )
-from vllm_steer.request.references import Name
+from vllm_steer.request.references import Dose, Name
 from vllm_steer.request.scalars import read_choice
 from vllm_steer.request.selector import Selector, TokensForm, TokensInput
 from vllm_steer.request.sites import NAMES_LISTED, Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
@@ -202,13 +202,15 @@ class Edit:
     """Ascending layer numbers, or ``"all"``; empty for the site of a feature's autoencoder."""
     strength: Annotated[Number, msgspec.Meta(description="Multiplies the edit.")]
     dose: Annotated[
-        Number | None,
+        Dose | None,
         msgspec.Meta(
             description="`add` only, instead of `strength`: norm of the added vector divided by the median norm of the "
             "stream at the site. The vector must come from a module or a file with this norm."
         ),
     ]
     """None once the edit is made: it has the `strength` that the dose means."""
+    given_dose: float | None = field(init=False)
+    """The dose that was given, for reports; edits are equal if their strengths are."""
     tokens: Annotated[
         Selector,
         any_of(TokensForm | None),
@@ -264,7 +266,7 @@ class Edit:
         point: PointName | str | None = None,
         layers: "LayersInput | None" = None,
         vector: "VectorInput | MatrixInput | CapturedRows | DirectionSource | None" = None,
-        strength: float = _STRENGTH,
+        strength: float | None = _STRENGTH,
         dose: float | None = None,
         tokens: "TokensInput | None" = None,
         low: float | None = None,
@@ -321,7 +323,7 @@ class Edit:
             raise SteeringError("point", f"is missing; use one of {', '.join(POINT_NAMES)}")
         given: dict[str, Any] = {"low": low, "high": high, "sae": sae, "feature": feature, "set": set, "add": add}
         given |= {"vector": None if vector is _NO_VECTOR else vector, "subspace": subspace, "dose": dose}
-        if dose is not None and strength is not _STRENGTH:
+        if dose is not None and strength is not _STRENGTH and strength is not None:
             raise SteeringError("dose", "cannot be combined with strength; give one of them")
         if definition.either and sum(given[name] is not None for name in definition.either) != 1:
             names = " or ".join(definition.either)
@@ -353,8 +355,8 @@ class Edit:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
         given |= {"kind": definition.name, "point": place, "layers": places, "tokens": Selector.parse(tokens)}
         given |= {"vector": _NO_VECTOR if given["vector"] is None else given["vector"], "when": conditions}
-        strength = _READERS["strength"](strength, "strength" if dose is None else "dose")
-        given |= {"strength": strength, "dose": None, "live": _READERS["live"](live, "live")}
+        given |= {"strength": _READERS["strength"](strength, "strength"), "live": _READERS["live"](live, "live")}
+        given |= {"dose": None, "given_dose": given["dose"]}
         for name, value in given.items():
             object.__setattr__(self, name, value)
         if self.num_rows is not None:

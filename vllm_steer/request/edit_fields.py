@@ -176,6 +176,8 @@ def _read_edit(item: object, path: str) -> Edit:
         raise SteeringError(f"{path}.kind", "is missing; an edit needs kind")
     if item.get("tokens", "all") is None:
         raise SteeringError(f"{path}.tokens", "must not be null; omit it for the default")
+    if item.get("dose", 0) is None and item.get("strength") is None:  # as JSON has NaN
+        raise SteeringError(f"{path}.dose", "is null, without a strength beside it; give a number, or omit it")
     try:
         return Edit(**item)
     except SteeringError as error:

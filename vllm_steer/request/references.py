@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_REFERENCES
-from vllm_steer.request.field_types import Number, check_keys
-from vllm_steer.request.scalars import read_number, shown
+from vllm_steer.limits import MAX_DOSE, MAX_REFERENCES
+from vllm_steer.request.field_types import check_keys
+from vllm_steer.request.scalars import read_dose, read_number, shown
 
 MODULES_FIELD = "steering_modules"
 ANY_SITE_FLAG = "--steering-sae-any-site"
@@ -26,12 +26,16 @@ _SCALED_NAME = re.compile(r"(?!sha256:)([A-Za-z0-9][A-Za-z0-9._-]{0,63})[:=](-?[
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 
 
+Dose = Annotated[float, msgspec.Meta(ge=-MAX_DOSE, le=MAX_DOSE, extra={"read": read_dose})]
+"""A dose in a declared field."""
+
+
 class DosedReferenceForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A reference to a module of vectors, and their dose."""
 
     module: Annotated[str, msgspec.Meta(description="`name`, `name@sha256:...` or `sha256:...`.")]
     dose: Annotated[
-        Number,
+        Dose,
         msgspec.Meta(
             description="Norm of each added vector divided by the median norm of the stream at its layer, which the "
             "module's provenance must tell."
@@ -106,7 +110,9 @@ def parse_reference(value: object, field: str) -> Reference:
         if "module" not in value:
             raise SteeringError(f"{field}.module", 'is missing; write {"module": "calm", "dose": 0.5}')
         reference = _parse_unscaled(value["module"], f"{field}.module")
-        return msgspec.structs.replace(reference, dose=read_number(value["dose"], f"{field}.dose"))
+        if value["dose"] is None:
+            raise SteeringError(f"{field}.dose", "is null; give a number, or the name alone for scale 1")
+        return msgspec.structs.replace(reference, dose=read_dose(value["dose"], f"{field}.dose"))
     if isinstance(value, (list, tuple)) and len(value) == 2:
         reference = _parse_unscaled(value[0], f"{field}[0]")
         return msgspec.structs.replace(reference, scale=read_number(value[1], f"{field}[1]"))

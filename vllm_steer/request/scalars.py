@@ -11,11 +11,15 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_DOSE
 
 # Edits are computed in float32, where larger numbers become infinity.
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 """Smallest float32 number with full precision; some devices round smaller ones to 0."""
+
+_ROUNDED_TO_0 = 2.0**-150
+"""Largest number that float32 rounds to 0."""
 
 MASK_HINT = "for a mask, list the numbers of its entries: [i for i, chosen in enumerate(mask) if chosen]"
 """End of error messages about a list with a 0 or 1, or a boolean, for each token."""
@@ -60,6 +64,20 @@ def read_number(value: Any, field: str) -> float:
     if not abs(number) <= FLOAT32_MAX:  # also true for NaN
         raise SteeringError(field, f"must be finite and at most {FLOAT32_MAX:.3g} (float32), not {shown(value)}")
     return number
+
+
+def zero_if_underflows(strength: float) -> float:
+    """Return a strength, or 0 if float32 rounds it to 0."""
+    return strength if abs(strength) > _ROUNDED_TO_0 else 0.0
+
+
+def read_dose(value: Any, field: str) -> float:
+    """Return a dose; raise SteeringError if it is not a number, or leaves nothing of the stream in the row."""
+    dose = read_number(value, field)
+    if abs(dose) > MAX_DOSE:
+        problem = f"a dose must be between {-MAX_DOSE} and {MAX_DOSE}, not {dose:g}; beyond, rounding loses the stream"
+        raise SteeringError(field, f"{problem}. Doses near 0.5 are usual")
+    return dose
 
 
 def read_integer(value: Any, low: int, high: int, field: str, what: str = "") -> int:

@@ -121,7 +121,7 @@ def test_doses_of_modules() -> None:
     probes = {"joy": {"weights": vector, "point": "post_block", "layer": 1}, "bare": vector}
     streams = {"stream": '{"0": 2.0, "1": 4.0}'}
     engine.registry.register("calm", base=base, probes=probes, provenance=streams)
-    engine.registry.register("told", base=base, provenance={"stream": "of layer 1"})
+    engine.registry.register("told", base=base, provenance={"stream": '{"0": 2.0}'})
     context = RequestContext(engine=engine, owner=MINE, capture_store=None)
 
     def edit(module: str, **changes: Any) -> Edit:

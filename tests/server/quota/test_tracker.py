@@ -342,6 +342,8 @@ def test_registry_applies_the_norm_limit() -> None:
     with pytest.raises(SteeringError, match=doses):
         strict.register("calm", base=large, provenance=about)
     free.register("calm", base=large, provenance=about)
+    other = {"post_block": {"2": large["post_block"]["1"]}, "pre_attn": {"3": large["post_block"]["1"]}}
+    free.register("other", base=other, provenance={"stream": '{"0": 9.0, "1": 400.0, "2": 1.0}'})
     with pytest.raises(SteeringError, match=doses):
         strict.set(modules=["calm"])
     with pytest.raises(SteeringError, match="a norm of 100; this server"):

@@ -325,7 +325,11 @@ def compile_own(fields: Mapping[str, Any], context: RequestContext) -> tuple[Map
         # The cache identifies fields by their JSON, which does not contain rows that are named.
         return fields, compile_json_fields(fields) if resolved is fields else compile_fields(resolved)
     except SteeringError as error:
-        raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
+        if context.engine is None:
+            raise
+        if isinstance(error, UnknownModuleError):
+            raise _with_names(error, context.snapshot or context.engine.registry.snapshot()) from None
+        raise context.engine.capabilities.with_layers(error) from None
 
 
 def _reserve_records(program: Program, params: Any, context: RequestContext) -> None:
@@ -346,8 +350,13 @@ def _compose(own: Mapping[str, bytes], engine: EngineContext, context: RequestCo
     try:
         return _compose_in(snapshot, own, engine, context.reservation)
     except UnknownModuleError as error:
-        key = current_key()
-        raise (error.with_names(snapshot.index.modules) if key is None or Right.READ in key.rights else error) from None
+        raise _with_names(error, snapshot) from None
+
+
+def _with_names(error: UnknownModuleError, snapshot: Snapshot) -> UnknownModuleError:
+    """Return the error with the names of modules if the key may list them."""
+    key = current_key()
+    return error.with_names(snapshot.index.modules) if key is None or Right.READ in key.rights else error
 
 
 def _compose_in(

@@ -24,7 +24,7 @@ from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleEr
 from vllm_steer.registry.expression import Expression
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.request import Edit
-from vllm_steer.request.capture_source import ModuleRowsForm, StoredRowsForm
+from vllm_steer.request.capture_source import ModuleRowsForm, StoredRowsForm, names_rows
 from vllm_steer.request.edit_fields import GENERAL_FIELD
 from vllm_steer.request.references import Reference
 from vllm_steer.request.scalars import MASK_HINT, did_you_mean, is_integer, shown
@@ -72,21 +72,18 @@ def with_rows(fields: Mapping[str, Any], context: RequestContext) -> Mapping[str
     edits = fields.get(GENERAL_FIELD)
     if isinstance(edits, str):
         return {**fields, GENERAL_FIELD: _edits_of(edits, context)}
-    if not isinstance(edits, (list, tuple)) or not any(map(_names_rows, edits)):
+    if not isinstance(edits, (list, tuple)) or not any(map(_is_named, edits)):
         return fields
     opened: dict[str, StoredRequest] = {}
     resolved = [
-        {**edit, "vector": _resolve(edit, f"{GENERAL_FIELD}[{i}].vector", context, opened)}
-        if _names_rows(edit)
-        else edit
+        {**edit, "vector": _resolve(edit, f"{GENERAL_FIELD}[{i}].vector", context, opened)} if _is_named(edit) else edit
         for i, edit in enumerate(edits)
     ]
     return {**fields, GENERAL_FIELD: resolved}
 
 
-def _names_rows(edit: object) -> bool:
-    vector = edit.get("vector") if isinstance(edit, Mapping) else None
-    return isinstance(vector, Mapping) and (_CAPTURE in vector or _MODULE in vector)
+def _is_named(edit: object) -> bool:
+    return isinstance(edit, Mapping) and names_rows(edit.get("vector"))
 
 
 def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opened: dict[str, StoredRequest]) -> Any:
