@@ -17,7 +17,11 @@ from tests.engine.conftest import close
 from tests.tiny import HIDDEN, VOCAB, make_llm
 from vllm_steer.engine.edited_blocks import EditedBlocks
 
-BEYOND = {"post_block": {0: {"vector": np.full(HIDDEN, 3e38, "f4"), "scale": 1e3}}}
+BEYOND = {
+    field: {"post_block": {0: np.full(HIDDEN, 3e38, "f4")}}
+    for field in ("steering_vectors", "prefill_steering_vectors")
+}
+"""Two edits, each of which adds finite numbers; their sum is infinite."""
 FEW: dict[str, Any] = {"block_size": 32, "max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 8}
 """So few blocks that each is soon reused by another request."""
 
@@ -52,7 +56,7 @@ def outputs_around_overflow(llm: Any) -> tuple[list[Any], list[Any]]:
     """Return outputs of plain requests before and after requests with non-finite keys and values used all blocks."""
     llm.reset_prefix_cache()
     first = run(llm, prompts(1), [params()] * 3)
-    spoilt = run(llm, prompts(2, 6), [params(steering_vectors=BEYOND)] * 6)
+    spoilt = run(llm, prompts(2, 6), [params(**BEYOND)] * 6)
     assert all(not np.isfinite(logprobs_of(each)).any() for each in spoilt)
     llm.reset_prefix_cache()
     return first, run(llm, prompts(1), [params()] * 3)
@@ -68,7 +72,7 @@ def test_neighbours_in_the_batch_are_unaffected(crowded: Any) -> None:
     """Catches an overflow that spreads to other tokens of its step."""
     alone = run(crowded, prompts(1), [params()] * 3)
     crowded.reset_prefix_cache()
-    wanted = [params(), params(steering_vectors=BEYOND), params(), params()]
+    wanted = [params(), params(**BEYOND), params(), params()]
     beside = run(crowded, [*prompts(1)[:1], *prompts(2, 1), *prompts(1)[1:]], wanted)
     for before, after in zip(alone, [beside[0], *beside[2:]], strict=True):
         np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=1e-3)

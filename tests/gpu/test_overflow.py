@@ -21,7 +21,11 @@ from vllm_steer import LLM
 
 pytestmark = pytest.mark.gpu
 
-BEYOND = {"post_block": {0: {"vector": np.full(BF16_MODEL["hidden_size"], 3e38, "f4"), "scale": 1e3}}}
+BEYOND = {
+    field: {"post_block": {0: np.full(BF16_MODEL["hidden_size"], 3e38, "f4")}}
+    for field in ("steering_vectors", "prefill_steering_vectors")
+}
+"""Two edits, each of which adds finite numbers; their sum is infinite."""
 
 
 @pytest.fixture(scope="module", params=[None, "TRITON_ATTN"])
@@ -44,7 +48,7 @@ def test_reused_blocks_hold_finite_values(crowded: Any) -> None:
     plain = [params(logprobs=1)] * 3
     crowded.reset_prefix_cache()
     first = run(crowded, prompts(1), plain)
-    spoilt = run(crowded, prompts(2, 6), [params(logprobs=1, steering_vectors=BEYOND)] * 6)
+    spoilt = run(crowded, prompts(2, 6), [params(logprobs=1, **BEYOND)] * 6)
     assert all(not np.isfinite(chosen_logprobs(each)).any() for each in spoilt)
     crowded.reset_prefix_cache()
     for before, after in zip(first, run(crowded, prompts(1), plain), strict=True):

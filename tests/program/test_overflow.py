@@ -96,6 +96,19 @@ def test_subspaces(dtype: str, rows: int) -> None:
             check(compile_program([edit], edit_paths=["steering[0]"]), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "rows"), [("add", 1), ("replace", 1), ("replace", 2)])
+def test_vectors(dtype: str, kind: str, rows: int) -> None:
+    """Catches an infinite row, after which a chat model answers with an empty text and without an error."""
+    vectors = np.zeros((rows, HIDDEN), "f4")
+    for number, refused in ((largest(dtype), False), (-beyond(dtype), True)):
+        vectors[-1, 1] = number / 4
+        given: dict[str, Any] = {"vector": vectors, "tokens": [0, 1]} if rows > 1 else {"vector": vectors[0]}
+        with refusal(dtype, kind) if refused else nullcontext():
+            edit = Edit(kind=kind, strength=4.0, **AT, **given)
+            check(compile_program([edit], edit_paths=["steering[0]"]), dtype)
+
+
 def test_coordinates_beyond_float32() -> None:
     """Catches a program with infinite coordinates, which the engine calls damaged, of a vector of finite numbers."""
     vector = np.full(HIDDEN, 3e38, "f4")

@@ -28,7 +28,7 @@ def explain(
         list[str] | None,
         typer.Option(
             metavar="NAME=FILE",
-            help="File written by make: vectors of an expression, and lengths of the stream for doses; repeatable.",
+            help="File written by make: vectors that the request names, and lengths of the stream; repeatable.",
         ),
     ] = None,
 ) -> None:

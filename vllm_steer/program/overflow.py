@@ -22,7 +22,7 @@ _OVERFLOW: Final[Mapping[str, float]] = {
 
 
 def check_overflow(program: Program, dtype: str) -> None:
-    """Check that `feature` edits and `replace` edits of a subspace add finite numbers to a row of zeros.
+    """Check that `add`, `replace` and `feature` edits add finite numbers to a row of zeros.
 
     Args:
         program: The program.
@@ -59,7 +59,7 @@ def check_live_overflow(program: Program, strengths: Mapping[str, float], dtype:
 
 def _problem(edit: CompiledEdit, program: Program, strength: float, dtype: str) -> str | None:
     """Return how the products of an edit overflow, or None."""
-    if edit.is_pending or not (edit.feature or edit.coordinates):
+    if edit.is_pending or KIND_OF[edit.code] not in ("add", "replace", "feature"):
         return None
     factor, largest = _products(edit, program, abs(strength), _OVERFLOW[dtype])
     for value, name in ((max(abs(strength), factor), "float32"), (largest, dtype)):
@@ -76,6 +76,8 @@ def _products(edit: CompiledEdit, program: Program, strength: float, limit: floa
     if edit.feature:
         factor = strength * (abs(edit.low) if edit.feature.sets else 1.0)
         return factor, factor * float(np.abs(program.vector(edit.vectors[-1])).max())
+    if not edit.coordinates:
+        return strength, strength * max(float(np.abs(program.vector(index)).max()) for index in edit.vectors)
     coordinates = edit.coordinate_array().astype(np.float64)
     factor = strength * float(np.abs(coordinates).max())
     # No component is larger than the norm, because the basis is orthonormal; rounding of the basis is far below 1%.
