@@ -70,14 +70,7 @@ LIVE_KEY = "steer_live"
 """The engine's id of a sample's live strengths. It is never used again, unlike request ids."""
 PROMPT_KEY = "steer_prompt"
 """Index of the prompt within the HTTP body."""
-EXTRA_ARGS_KEYS: tuple[str, ...] = (
-    PROGRAM_KEY,
-    CAPTURE_KEY,
-    MODULES_KEY,
-    APPLIED_KEY,
-    REPORT_KEY,
-    FILE_KEY,
-)
+EXTRA_ARGS_KEYS: tuple[str, ...] = (PROGRAM_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, REPORT_KEY, FILE_KEY)
 RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY, LIVE_KEY})
 """Keys of ``extra_args`` that this package writes."""
 
