@@ -64,8 +64,9 @@ def test_modules_tell_what_a_dose_means() -> None:
     """Catches a strength that adds another dose than 1, and a list of modules that fails because of one of them."""
     steering, _ = dosed(stream='{"0": 3.0, "1": 5.0, "2": 7.0}')
     steering.register("other", **content(), provenance={"stream": '{"0": 3.0}'})
-    calm, other = steering.list().data
-    assert other.streams == []
+    steering.register("short", base={"post_block": {0: 1e-40 * vector(0)}}, provenance={"stream": '{"0": 3.0}'})
+    calm, other, short = steering.list().data
+    assert other.streams == short.streams == []
     assert [(each.point, each.layer, each.length) for each in calm.streams] == [
         ("post_block", 0, 3),
         ("post_block", 1, 5),

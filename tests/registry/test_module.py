@@ -121,11 +121,11 @@ def test_parses_references(given: Any, name: str | None, digest: str | None, sca
 
 def test_names_in_edits_of_modules_are_refused() -> None:
     """Catches advice for Python where a module or global steering is given over HTTP."""
-    for named in ({"module": "calm"}, {"capture": "x"}):
+    for kind, named in (("add", {"module": "calm"}), ("replace", {"capture": "x"})):
         with pytest.raises(SteeringError) as refused:
-            parse_module({"edits": [{"kind": "add", "point": "pre_attn", "layers": 1, "vector": named}]})
+            parse_module({"edits": [{"kind": kind, "point": "pre_attn", "layers": 1, "vector": named}]})
         assert refused.value.field == "edits[0].vector" and "Edit(" not in refused.value.problem
-        assert "only requests can; send the numbers, or give the module in `modules`" in refused.value.problem
+        assert "only edits in `steering` of a request" in refused.value.problem
 
 
 def test_parses_references_with_a_dose() -> None:

@@ -348,14 +348,14 @@ def test_doses_without_a_meaning_are_refused() -> None:
     assert_refused("dose", "the vector of post_block[2] does not tell", vector=unknown, dose=0.5)
     assert_refused("dose", "cannot be combined with strength; give one", vector=LENGTHS, dose=0.5, strength=1.0)
     assert_refused("dose", "is not a parameter of ablate, only of add", vector=LENGTHS, dose=0.5, kind="ablate")
-    assert_refused("vector", "a module on a server, which Edit(...) cannot look up", vector={"module": "a"}, dose=0.5)
+    assert_refused("vector", "a module of a server, which only edits in `steering`", vector={"module": "a"}, dose=0.5)
     assert_refused("layers", "has no vector of layer 3; use one of 2", vector=LENGTHS, dose=0.5, layers=3)
     assert_refused("layers", "must be one layer", "send one edit for each layer", vector=LENGTHS, layers="all")
     assert_refused("point", "is pre_attn, but the vectors are of post_block", vector=LENGTHS, point="pre_attn")
     for dose in (1000.5, -1e20, 3e38):
-        assert_refused("dose", "between -1000 and 1000", f"not {dose:g}; beyond, rounding", vector=LENGTHS, dose=dose)
+        assert_refused("dose", "between -1000 and 1000", f"not {dose}; beyond, rounding", vector=LENGTHS, dose=dose)
     short = Direction("post_block", 2, np.float32([0.6, 0.8]), 20.0, distance=1e-38)
-    assert_refused("dose", "0.5 means 1e+39 times the vector of post_block[2]", vector=short, dose=0.5)
+    assert_refused("dose", "a dose of 0.5 is 1e+39 times the vector of post_block[2]", vector=short, dose=0.5)
     assert_refused("dose", "must be a number", vector=LENGTHS, dose="0.5")
 
 

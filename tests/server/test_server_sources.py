@@ -83,7 +83,7 @@ def test_rows_of_a_stored_capture(client: httpx.Client) -> None:
 
 
 def test_rows_of_a_module(client: httpx.Client) -> None:
-    """Catches a probe of another name, and an edit that is dropped because its module is unknown."""
+    """Catches a probe of another name, an edit that is dropped because its module is unknown, and no similar name."""
     probes = {name: np.random.default_rng(i).standard_normal(HIDDEN).astype("f4") for i, name in enumerate("ab")}
     body = {"name": "rows", "probes": {name: pack_vector(probe) for name, probe in probes.items()}}
     client.post("/v1/steering/modules", json=body).raise_for_status()
@@ -100,12 +100,13 @@ def test_rows_of_a_module(client: httpx.Client) -> None:
             ]
             assert changed[0] == changed[1] != changed[2], (kind, fields)
     assert LAYERS > 2
-    for name in ("rows/c", "gone/a", "rows"):
+    for name in ("rows/c", "gone/a", "row/a", "rows"):
         response = client.post(
             "/v1/completions", json={**GREEDY, "prompt": CORRUPT, "steering": [edit({"module": name})]}
         )
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == "steering[0].vector.module"
+        assert ("did you mean rows?" in response.text) is (name == "row/a")
     client.delete("/v1/steering/modules/rows").raise_for_status()
 
 

@@ -44,6 +44,7 @@ from vllm_steer.request.references import (
     parse_probe,
     parse_reference,
 )
+from vllm_steer.request.scalars import shown
 
 _COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY, REPORT_KEY)
 _CACHE_SIZE = 256
@@ -135,7 +136,9 @@ def find_vector(name: object, snapshot: Snapshot, field: str, *, dosed: bool) ->
         UnknownModuleError: The module is unknown.
         SteeringError: The name has another form, the module has other edits or no such probe, or a dose has no meaning.
     """
-    if not (isinstance(name, str) and "/" in name):
+    if not isinstance(name, str):  # a scale or a dose in the reference would be lost
+        raise SteeringError(field, f'must be a name, such as "calm" or "calm/joy", not {shown(name)}')
+    if "/" not in name:
         module = parse_reference(name, field)
         if dosed:
             refuse_dosed_digest(module, field)

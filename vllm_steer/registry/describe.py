@@ -75,14 +75,13 @@ def _streams(module: Module, metadata: ModuleMetadata) -> list[StreamLength]:
     if not metadata.streams:
         return []
     try:
-        found = Directions.of(module, metadata, "")
+        return [
+            StreamLength(point=each.point, layer=each.layer, length=each.stream, strength=each.strength(1.0))
+            for each in Directions.of(module, metadata, "").values()
+            if each.stream > 0
+        ]
     except SteeringError:
         return []
-    known = [each for each in found.values() if each.stream > 0]
-    return [
-        StreamLength(point=each.point, layer=each.layer, length=each.stream, strength=each.strength(1.0))
-        for each in known
-    ]
 
 
 def _content(module: Module, data: bool) -> Content:

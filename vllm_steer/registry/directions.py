@@ -68,8 +68,8 @@ class Direction:
             raise no_dose(f"the vector of {self.point}[{self.layer}]")
         strength = dose * self.stream / self.distance
         if not abs(strength) <= FLOAT32_MAX:
-            where = f"the vector of {self.point}[{self.layer}], which has length {abs(self.distance):.3g}"
-            problem = f"{dose:g} means {strength:.3g} times {where}, but float32 ends at {FLOAT32_MAX:.3g}"
+            where = f"the vector of {self.point}[{self.layer}], whose length is {abs(self.distance):.3g}"
+            problem = f"a dose of {dose:g} is {strength:.3g} times {where}, more than float32 has"
             raise SteeringError("dose", f"{problem}; register a longer vector")
         return strength
 

@@ -19,7 +19,6 @@ from vllm_steer.limits import MAX_EDITS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import Program, compile_program
 from vllm_steer.request import Edit, Vector
-from vllm_steer.request.capture_source import names_rows
 from vllm_steer.request.edit_fields import collect_edits, read_edits, read_vectors
 from vllm_steer.request.probe import Probe
 from vllm_steer.request.references import read_name
@@ -152,10 +151,6 @@ def parse_module(content: Mapping[str, Any]) -> Module:
         if content.get(tier) is not None:
             parts[tier] = list(read_vectors(content[tier], tier, tokens))
     if content.get(EDITS) is not None:
-        given = content[EDITS] if isinstance(content[EDITS], (list, tuple)) else ()
-        if named := [i for i, each in enumerate(given) if isinstance(each, Mapping) and names_rows(each.get("vector"))]:
-            problem = "names a module or rows of a server, which only requests can; send the numbers"
-            raise SteeringError(f"{EDITS}[{named[0]}].vector", f"{problem}, or give the module in `modules` of a set")
         parts[EDITS] = list(read_edits(content[EDITS], EDITS))
     collect_edits(chain.from_iterable(parts.values()))
     for path, edit in parts.get(EDITS, []):

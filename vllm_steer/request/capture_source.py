@@ -75,8 +75,8 @@ def refuse_names(vector: object, *, takes_matrix: bool) -> None:
         raise SteeringError("vector", "refers to rows stored on a server; only replace takes stored rows")
     raise SteeringError(
         "vector",
-        "refers to rows or to a module on a server, which Edit(...) cannot look up; in a request to that server write "
-        "the edit as a plain dict; offline pass the CaptureResult, Directions or an array",
+        "names rows or a module of a server, which only edits in `steering` of a request to it can, as plain dicts or "
+        "JSON; give the vector itself",
     )
 
 

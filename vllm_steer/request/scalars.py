@@ -75,8 +75,8 @@ def read_dose(value: Any, field: str) -> float:
     """Return a dose; raise SteeringError if it is not a number, or leaves nothing of the stream in the row."""
     dose = read_number(value, field)
     if abs(dose) > MAX_DOSE:
-        problem = f"a dose must be between {-MAX_DOSE} and {MAX_DOSE}, not {dose:g}; beyond, rounding loses the stream"
-        raise SteeringError(field, f"{problem}. Doses near 0.5 are usual")
+        problem = f"a dose must be between {-MAX_DOSE} and {MAX_DOSE}, not {shown(value)}"
+        raise SteeringError(field, f"{problem}; beyond, rounding loses the stream. Doses near 0.5 are usual")
     return dose
 
 

@@ -87,7 +87,7 @@ def test_long_intervals_are_not_listed(stop: int, positions: list[int] | None, s
 
 
 def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
-    """Catches a report that is read as rows, a batch run without a store, and a module that is gone."""
+    """Catches a report that is read as rows, a batch run without a store, a module that is gone, and a lost dose."""
     report = store.put(b"{}", "json", MINE)
     cases: list[tuple[Any, Any, str]] = [
         (store, {"capture": report}, "keeps no rows"),
@@ -95,6 +95,8 @@ def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
         (store, {"module": "gone/probe"}, "unknown module"),
         (store, {"module": "gone"}, "unknown module"),
         (store, {"module": 1}, "must be a name"),
+        (store, {"module": ["gone", 2.0]}, 'must be a name, such as "calm" or'),
+        (store, {"module": {"module": "gone", "dose": 2.0}}, 'must be a name, such as "calm" or'),
         (store, {"module": "a/b", "capture": "x"}, "unknown key"),
     ]
     for given, vector, message in cases:
@@ -102,8 +104,8 @@ def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
             resolve(given, vector)
         assert refused.value.field.startswith("steering[0].vector")
     for kind, vector, message in (
-        ("replace", {"module": "a/b"}, "write the edit as a plain dict"),
-        ("add", {"module": "a/b"}, "write the edit as a plain dict"),
+        ("replace", {"module": "a/b"}, "as plain dicts or JSON; give the vector itself"),
+        ("add", {"module": "a/b"}, "as plain dicts or JSON; give the vector itself"),
         ("add", {"capture": "x"}, "only replace takes stored rows"),
     ):
         with pytest.raises(SteeringError, match=message):
