@@ -182,30 +182,34 @@ def test_usage_is_consistent() -> None:
 )
 def test_machine_detects_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the state machine detects each of these faults."""
-    release = QuotaTracker.release
+    release = Reservation.release
+
+    def leaking(self: Reservation) -> None:
+        if fault == "rows leak":
+            self._row_bytes = 0
+        else:
+            self._program = None
+        release(self)
+
+    def reserve_first(self: Reservation, num_bytes: int) -> None:
+        if self._usage is not None:
+            self._usage.row_bytes += num_bytes
+            own = self._row_bytes + num_bytes
+            self.tracker.check_bytes(KEY_CAPTURE_MIB, self._usage.key, own, self._usage.row_bytes)
+            self._row_bytes = own
+
+    def again(self: Reservation) -> None:
+        release(self)
+        self._released = self._usage is None
+        release(self)
+
     if fault == "vectors leak":
         decrement = tracker_module._decrement
         monkeypatch.setattr(tracker_module, "_decrement", lambda counter, item: decrement(counter, item) and False)
-    elif fault == "rows leak":
-        monkeypatch.setattr(QuotaTracker, "release", lambda s, k, a, load, rows: release(s, k, a, load, 0))
-    elif fault == "programs leak":
-        monkeypatch.setattr(QuotaTracker, "release", lambda s, k, a, load, rows: release(s, k, a, None, rows))
     elif fault == "reserved when rejected":
-
-        def reserve_first(self: QuotaTracker, key: Any, account: Any, num_bytes: int, own: int) -> None:
-            account.row_bytes += num_bytes
-            self._check_bytes(KEY_CAPTURE_MIB, key, own + num_bytes, account.row_bytes)
-
-        monkeypatch.setattr(QuotaTracker, "reserve_rows", reserve_first)
+        monkeypatch.setattr(Reservation, "reserve_rows", reserve_first)
     else:
-        release = Reservation.release
-
-        def again(self: Reservation) -> None:
-            release(self)
-            self._released = self._key is None
-            release(self)
-
-        monkeypatch.setattr(Reservation, "release", again)
+        monkeypatch.setattr(Reservation, "release", again if fault == "released twice" else leaking)
     with pytest.raises((AssertionError, KeyError, pytest.fail.Exception, ExceptionGroup)):
         run_machine()
 

@@ -11,7 +11,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 from fastapi import FastAPI
@@ -62,6 +61,7 @@ class ProgramUsage:
 class KeyUsage:
     """Resources held by the requests of one API key."""
 
+    key: Key
     requests: int = 0
     programs: Counter[bytes] = field(default_factory=Counter)
     vectors: Counter[bytes] = field(default_factory=Counter)
@@ -78,18 +78,19 @@ class QuotaTracker:
         self._values = {limit: value_of(args, limit) for limit in SERVER_LIMITS}
         self._processes = processes_of(args)
         self._usage: dict[str, KeyUsage] = {}
-        self._programs: Counter[bytes] = Counter()
-        self._studies = 0
+        self.programs: Counter[bytes] = Counter()
+        """Running requests by the digest of their program."""
+        self.studies = 0
 
     def reserve(self, key: Key | None) -> Reservation:
         """Start the reservation of one request, which the caller must release; raises ``KeyLimitError``."""
         if key is None:
-            return Reservation(self, None, None)
-        usage = self._usage.setdefault(key.sha256, KeyUsage())
+            return Reservation(self, None)
+        usage = self._usage.setdefault(key.sha256, KeyUsage(key))
         if usage.requests >= self.limit(KEY_REQUESTS, key):
-            raise self._too_many("authorization", KEY_REQUESTS, key)
+            raise self.too_many("authorization", KEY_REQUESTS, key)
         usage.requests += 1
-        return Reservation(self, key, usage)
+        return Reservation(self, usage)
 
     def limit(self, limit: ServerLimit, key: Key | None) -> int:
         """Return this process's share of a limit."""
@@ -156,83 +157,19 @@ class QuotaTracker:
         usages = self._usage.values()
         return {
             "requests": sum(usage.requests for usage in usages),
-            "programs": len(self._programs),
+            "programs": len(self.programs),
             "vector_bytes": sum(usage.vector_bytes for usage in usages),
             "row_bytes": sum(usage.row_bytes for usage in usages),
             "keys": len(self._usage),
         }
 
-    def reserve_program(self, key: Key | None, usage: KeyUsage | None, program: ProgramUsage) -> None:
-        """Reserve the resources of a program; raises ``AccessError`` and reserves nothing if a limit is exceeded."""
-        maximum = self.limit(MAX_PROGRAMS, None)
-        if program.digest not in self._programs and len(self._programs) >= maximum:
-            raise ServerFullError(
-                STEERING, f"this server already runs {maximum} distinct programs ({MAX_PROGRAMS.flag}); retry later"
-            )
-        if key is not None and usage is not None:
-            if program.digest not in usage.programs and len(usage.programs) >= self.limit(KEY_PROGRAMS, key):
-                raise self._too_many(STEERING, KEY_PROGRAMS, key)
-            new = sum(size for digest, size in program.vectors.items() if digest not in usage.vectors)
-            self._check_bytes(KEY_POOL_MIB, key, sum(program.vectors.values()), usage.vector_bytes + new)
-            usage.programs[program.digest] += 1
-            usage.vectors.update(program.vectors.keys())
-            usage.vector_bytes += new
-        self._programs[program.digest] += 1
-
-    def reserve_rows(self, key: Key, usage: KeyUsage, num_bytes: int, held: int) -> None:
-        """Reserve memory for captured rows of a request that already holds ``held`` bytes; raises ``AccessError``."""
-        self._check_bytes(KEY_CAPTURE_MIB, key, held + num_bytes, usage.row_bytes + num_bytes)
-        usage.row_bytes += num_bytes
-
-    def reserve_study(self, key: Key | None, usage: KeyUsage | None) -> None:
-        """Count a patching study; raises ``AccessError`` if a limit is reached."""
-        if self._studies >= self.limit(MAX_STUDIES, None):
-            raise ServerFullError(
-                "study",
-                f"this server already runs {self._studies} patching studies ({MAX_STUDIES.flag}); retry later",
-            )
-        if key is not None and usage is not None:
-            if usage.studies >= self.limit(KEY_STUDIES, key):
-                raise self._too_many("study", KEY_STUDIES, key)
-            usage.studies += 1
-        self._studies += 1
-
-    def release_study(self, key: Key | None, usage: KeyUsage | None) -> None:
-        """Release a patching study that has ended."""
-        self._studies -= 1
-        if key is not None and usage is not None:
-            usage.studies -= 1
-            self._forget_unused(key, usage)
-
-    def check_study(self, key: Key | None, runs: int) -> None:
-        """Raise ``TooLargeError`` if a patching study has too many runs."""
-        maximum = self.configured(KEY_STUDY_RUNS, key)
-        if runs > maximum:
-            raise TooLargeError(
-                "study",
-                f"has {runs} runs of cells; at most {maximum} are allowed ({KEY_STUDY_RUNS.flag}); use fewer points, "
-                "layers, positions, pairs or draws, [start, stop] pairs, or control=False with a subspace",
-            )
-
-    def release(self, key: Key | None, usage: KeyUsage | None, program: ProgramUsage | None, row_bytes: int) -> None:
-        """Release the resources of a request that has ended."""
-        if program is not None:
-            _decrement(self._programs, program.digest)
-        if key is None or usage is None:
-            return
-        usage.requests -= 1
-        usage.row_bytes -= row_bytes
-        if program is not None:
-            _decrement(usage.programs, program.digest)
-            for digest, size in program.vectors.items():
-                usage.vector_bytes -= size if _decrement(usage.vectors, digest) else 0
-        self._forget_unused(key, usage)
-
-    def _forget_unused(self, key: Key, usage: KeyUsage) -> None:
+    def forget_unused(self, usage: KeyUsage) -> None:
+        """Forget a key that holds nothing any more."""
         if not usage.requests and not usage.studies:
-            del self._usage[key.sha256]
+            del self._usage[usage.key.sha256]
 
-    def _check_bytes(self, limit: ServerLimit, key: Key, request: int, total: int) -> None:
+    def check_bytes(self, limit: ServerLimit, key: Key, request: int, total: int) -> None:
+        """Raise ``AccessError`` if the bytes of one request, or of all requests of the key, exceed a limit."""
         maximum = self.limit(limit, key) << 20
         field, what = ("capture", "captured rows") if limit.prefix == "capture" else (STEERING, "vectors")
         if request > maximum:
@@ -240,9 +177,10 @@ class QuotaTracker:
                 field, f"may need {-(-request >> 20)} MiB; {self._describe(limit, key)}; use fewer or smaller {what}"
             )
         if total > maximum:
-            raise self._too_many(field, limit, key)
+            raise self.too_many(field, limit, key)
 
-    def _too_many(self, field: str, limit: ServerLimit, key: Key) -> KeyLimitError:
+    def too_many(self, field: str, limit: ServerLimit, key: Key) -> KeyLimitError:
+        """Return the error for a key whose requests together would exceed a limit."""
         return KeyLimitError(field, f"{self._describe(limit, key)}; retry when another request of the key has ended")
 
     def _describe(self, limit: ServerLimit, key: Key) -> str:
@@ -253,11 +191,11 @@ class QuotaTracker:
 
 
 class Reservation:
-    """Resources held by one HTTP request."""
+    """Resources held by one HTTP request. Its methods raise ``AccessError``, and then reserve nothing."""
 
-    def __init__(self, tracker: QuotaTracker, key: Key | None, usage: KeyUsage | None) -> None:
+    def __init__(self, tracker: QuotaTracker, usage: KeyUsage | None) -> None:
         self.tracker = tracker
-        self._key, self._usage = key, usage
+        self._usage = usage
         self._program: ProgramUsage | None = None
         self._row_bytes = 0
         self._released = False
@@ -270,39 +208,90 @@ class Reservation:
         specs: Sequence[CaptureSpec] = (),
         streams_at: StreamsAt | None = None,
     ) -> None:
-        """Reserve the resources of the request's program, once; see `QuotaTracker.measure`. Raises ``AccessError``."""
+        """Reserve the resources of the request's program, once; see `QuotaTracker.measure`."""
         if self._program is not None or self._released:
             raise SteeringError(STEERING, "the request already has a program")
-        usage = self.tracker.measure(program, shared, num_layers, specs, streams_at)
-        self.tracker.reserve_program(self._key, self._usage, usage)
-        self._program = usage
+        tracker, usage = self.tracker, self._usage
+        found = tracker.measure(program, shared, num_layers, specs, streams_at)
+        maximum = tracker.limit(MAX_PROGRAMS, None)
+        if found.digest not in tracker.programs and len(tracker.programs) >= maximum:
+            raise ServerFullError(
+                STEERING, f"this server already runs {maximum} distinct programs ({MAX_PROGRAMS.flag}); retry later"
+            )
+        if usage is not None:
+            if found.digest not in usage.programs and len(usage.programs) >= tracker.limit(KEY_PROGRAMS, usage.key):
+                raise tracker.too_many(STEERING, KEY_PROGRAMS, usage.key)
+            new = sum(size for digest, size in found.vectors.items() if digest not in usage.vectors)
+            tracker.check_bytes(KEY_POOL_MIB, usage.key, sum(found.vectors.values()), usage.vector_bytes + new)
+            usage.programs[found.digest] += 1
+            usage.vectors.update(found.vectors.keys())
+            usage.vector_bytes += new
+        tracker.programs[found.digest] += 1
+        self._program = found
 
     def reserve_rows(self, num_bytes: int) -> None:
-        """Reserve memory for the captured rows of one prompt, in the model's dtype; raises ``AccessError``."""
-        if self._key is not None and self._usage is not None and not self._released:
-            self.tracker.reserve_rows(self._key, self._usage, num_bytes, self._row_bytes)
+        """Reserve memory for the captured rows of one prompt, in the model's dtype."""
+        usage = self._usage
+        if usage is not None and not self._released:
+            total = usage.row_bytes + num_bytes
+            self.tracker.check_bytes(KEY_CAPTURE_MIB, usage.key, self._row_bytes + num_bytes, total)
+            usage.row_bytes = total
             self._row_bytes += num_bytes
 
     def reserve_study(self) -> Callable[[], None]:
-        """Count a patching study, which may outlive its request, and return its release; raises ``AccessError``."""
-        self.tracker.reserve_study(self._key, self._usage)
-        return partial(self.tracker.release_study, self._key, self._usage)
+        """Count a patching study, which may outlive its request, and return its release."""
+        tracker, usage = self.tracker, self._usage
+        if tracker.studies >= tracker.limit(MAX_STUDIES, None):
+            raise ServerFullError(
+                "study",
+                f"this server already runs {tracker.studies} patching studies ({MAX_STUDIES.flag}); retry later",
+            )
+        if usage is not None:
+            if usage.studies >= tracker.limit(KEY_STUDIES, usage.key):
+                raise tracker.too_many("study", KEY_STUDIES, usage.key)
+            usage.studies += 1
+        tracker.studies += 1
+        return self._release_study
+
+    def _release_study(self) -> None:
+        self.tracker.studies -= 1
+        if self._usage is not None:
+            self._usage.studies -= 1
+            self.tracker.forget_unused(self._usage)
 
     def check_study(self, runs: int, row_bytes: int) -> None:
-        """Reserve the captured rows of the study and check its number of runs; raises ``AccessError``."""
-        self.tracker.check_study(self._key, runs)
+        """Reserve the captured rows of a study and check its number of runs."""
+        maximum = self.tracker.configured(KEY_STUDY_RUNS, None if self._usage is None else self._usage.key)
+        if runs > maximum:
+            raise TooLargeError(
+                "study",
+                f"has {runs} runs of cells; at most {maximum} are allowed ({KEY_STUDY_RUNS.flag}); use fewer points, "
+                "layers, positions, pairs or draws, [start, stop] pairs, or control=False with a subspace",
+            )
         self.reserve_rows(row_bytes)
 
     @property
     def store_bytes(self) -> int | None:
         """The key's limit of stored captures in bytes, over all processes; None if the request has no key."""
-        return None if self._key is None else self.tracker.configured(KEY_STORE_MIB, self._key) << 20
+        return None if self._usage is None else self.tracker.configured(KEY_STORE_MIB, self._usage.key) << 20
 
     def release(self) -> None:
         """Release all resources. Later calls do nothing."""
-        if not self._released:
-            self._released = True
-            self.tracker.release(self._key, self._usage, self._program, self._row_bytes)
+        if self._released:
+            return
+        self._released = True
+        program, usage = self._program, self._usage
+        if program is not None:
+            _decrement(self.tracker.programs, program.digest)
+        if usage is None:
+            return
+        usage.requests -= 1
+        usage.row_bytes -= self._row_bytes
+        if program is not None:
+            _decrement(usage.programs, program.digest)
+            for digest, size in program.vectors.items():
+                usage.vector_bytes -= size if _decrement(usage.vectors, digest) else 0
+        self.tracker.forget_unused(usage)
 
 
 def quota_tracker_of(app: FastAPI) -> QuotaTracker:
