@@ -26,6 +26,8 @@ from vllm_steer.server.http.capture_reports import RESULTS_FIELD
 from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY
 from vllm_steer.server.http.request_context import ResultsLocation
 
+ABSENT: Any = msgspec.UNSET
+"""Default of a field that may be absent."""
 JSON = "application/json"
 BINARY = ("application/octet-stream", "application/safetensors")
 
@@ -33,23 +35,20 @@ BINARY = ("application/octet-stream", "application/safetensors")
 class SteeringForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Edits by the tokens that they apply to."""
 
-    base: Annotated[VectorsForm, vectors_added_to("every token")] | msgspec.UnsetType = msgspec.UNSET
-    prefill: Annotated[VectorsForm, vectors_added_to("prompt tokens")] | msgspec.UnsetType = msgspec.UNSET
-    decode: Annotated[VectorsForm, vectors_added_to("generated tokens")] | msgspec.UnsetType = msgspec.UNSET
-    edits: EditsForm | msgspec.UnsetType = msgspec.UNSET
+    base: Annotated[VectorsForm, vectors_added_to("every token")] = ABSENT
+    prefill: Annotated[VectorsForm, vectors_added_to("prompt tokens")] = ABSENT
+    decode: Annotated[VectorsForm, vectors_added_to("generated tokens")] = ABSENT
+    edits: EditsForm = ABSENT
 
 
 class ModuleForm(SteeringForm, kw_only=True, forbid_unknown_fields=True):
     """A module to register."""
 
     name: Annotated[str, msgspec.Meta(description=f"Name in requests: {NAME_RULE}.")]
-    probes: (
-        Annotated[
-            dict[str, Annotated[Any, any_of(VectorForm, Probe)]],
-            msgspec.Meta(min_length=1, description="Probes by name: directions, or probes as they are read."),
-        ]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
+    probes: Annotated[
+        dict[str, Annotated[Any, any_of(VectorForm, Probe)]],
+        msgspec.Meta(min_length=1, description="Probes by name: directions, or probes as they are read."),
+    ] = ABSENT
     description: Annotated[str | None, msgspec.Meta(description="Free text.")] = None
     model: Annotated[str | None, msgspec.Meta(description="The model that the vectors were made for.")] = None
     provenance: Annotated[dict[str, str] | None, msgspec.Meta(description="Where the vectors come from.")] = None
@@ -58,16 +57,13 @@ class ModuleForm(SteeringForm, kw_only=True, forbid_unknown_fields=True):
 class GlobalSteeringForm(SteeringForm, kw_only=True, forbid_unknown_fields=True):
     """Global steering to set."""
 
-    modules: (
-        Annotated[
-            ReferencesForm,
-            msgspec.Meta(
-                description="Registered modules, at their current versions; they apply first. Forms: `name`, "
-                "`name@sha256:...`, `sha256:...`, or a pair of such a reference and a scale."
-            ),
-        ]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
+    modules: Annotated[
+        ReferencesForm,
+        msgspec.Meta(
+            description="Registered modules, at their current versions; they apply first. Forms: `name`, "
+            "`name@sha256:...`, `sha256:...`, or a pair of such a reference and a scale."
+        ),
+    ] = ABSENT
     replace: Annotated[
         bool | None,
         msgspec.Meta(
@@ -91,35 +87,25 @@ class CaptureReportForm(msgspec.Struct):
 
     status: Annotated[Literal["ok", "partial", "error"], msgspec.Meta(description="Whether all rows are present.")]
     error: Annotated[str | None, msgspec.Meta(description="Reason for a status other than `ok`.")]
-    unreached: (
-        Annotated[
-            list[int | list[int | None]],
-            msgspec.Meta(
-                description="Positions and `[start, stop]` pairs of the spec that the request ended before, if any."
-            ),
-        ]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
-    sites: (
-        Annotated[
-            dict[str, dict[str, SiteRowsForm]],
-            msgspec.Meta(description="Rows by hook point and layer, if they are small enough for the response."),
-        ]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
-    data: Annotated[Any, msgspec.Meta(description="The consumer's own report, if it is not `memory`.")] = msgspec.UNSET
-    id: (
-        Annotated[str, msgspec.Meta(description="Id for `GET /v1/captures/{id}`, if rows or report are larger.")]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
-    bytes: Annotated[int, msgspec.Meta(description="With `id`: size of the file.")] | msgspec.UnsetType = msgspec.UNSET
-    format: (
-        Annotated[Literal["safetensors", "json"], msgspec.Meta(description="With `id`: format of the file.")]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
-    expires_in: (
-        Annotated[int, msgspec.Meta(description="With `id`: seconds until the file is deleted.")] | msgspec.UnsetType
-    ) = msgspec.UNSET
+    unreached: Annotated[
+        list[int | list[int | None]],
+        msgspec.Meta(
+            description="Positions and `[start, stop]` pairs of the spec that the request ended before, if any."
+        ),
+    ] = ABSENT
+    sites: Annotated[
+        dict[str, dict[str, SiteRowsForm]],
+        msgspec.Meta(description="Rows by hook point and layer, if they are small enough for the response."),
+    ] = ABSENT
+    data: Annotated[Any, msgspec.Meta(description="The consumer's own report, if it is not `memory`.")] = ABSENT
+    id: Annotated[str, msgspec.Meta(description="Id for `GET /v1/captures/{id}`, if rows or report are larger.")] = (
+        ABSENT
+    )
+    bytes: Annotated[int, msgspec.Meta(description="With `id`: size of the file.")] = ABSENT
+    format: Annotated[Literal["safetensors", "json"], msgspec.Meta(description="With `id`: format of the file.")] = (
+        ABSENT
+    )
+    expires_in: Annotated[int, msgspec.Meta(description="With `id`: seconds until the file is deleted.")] = ABSENT
 
 
 class ReadoutValuesForm(msgspec.Struct):
@@ -135,51 +121,34 @@ class ReadoutValuesForm(msgspec.Struct):
             description="A number per position of a probe, or a list per position of projections. Numbers that "
             "are not finite are null. With `indices`: the largest values first."
         ),
-    ] = msgspec.UNSET
-    indices: (
-        Annotated[list[list[int]], msgspec.Meta(description="`sae`: features by position; -1 if fewer are active.")]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
-    token_ids: (
-        Annotated[list[list[list[int]]], msgspec.Meta(description="`lens`: tokens by position and layer.")]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
-    logprobs: (
-        Annotated[
-            list[list[list[float | None]]],
-            msgspec.Meta(description="`lens`, instead of `values`: log-probabilities of the tokens."),
-        ]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
+    ] = ABSENT
+    indices: Annotated[
+        list[list[int]], msgspec.Meta(description="`sae`: features by position; -1 if fewer are active.")
+    ] = ABSENT
+    token_ids: Annotated[list[list[list[int]]], msgspec.Meta(description="`lens`: tokens by position and layer.")] = (
+        ABSENT
+    )
+    logprobs: Annotated[
+        list[list[list[float | None]]],
+        msgspec.Meta(description="`lens`, instead of `values`: log-probabilities of the tokens."),
+    ] = ABSENT
 
 
 class TraceForm(msgspec.Struct):
     """Factors of the gated and live edits at the generated tokens, or the reason why there are none."""
 
-    positions: (
-        Annotated[list[int], msgspec.Meta(description="Positions of the generated tokens.")] | msgspec.UnsetType
-    ) = msgspec.UNSET
-    gates: (
-        Annotated[
-            list[list[float]],
-            msgspec.Meta(description="By position: the factor of each edit with `when`, in their order."),
-        ]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
-    live: (
-        Annotated[dict[str, list[float]], msgspec.Meta(description="Live strength in force by name and position.")]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
-    controller_error: (
-        Annotated[
-            str, msgspec.Meta(description="Why the controller failed, if it did; `live` does not change from then on.")
-        ]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
-    error: (
-        Annotated[str, msgspec.Meta(description="Reason for a missing trace; the other fields are absent.")]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
+    positions: Annotated[list[int], msgspec.Meta(description="Positions of the generated tokens.")] = ABSENT
+    gates: Annotated[
+        list[list[float]],
+        msgspec.Meta(description="By position: the factor of each edit with `when`, in their order."),
+    ] = ABSENT
+    live: Annotated[
+        dict[str, list[float]], msgspec.Meta(description="Live strength in force by name and position.")
+    ] = ABSENT
+    controller_error: Annotated[
+        str, msgspec.Meta(description="Why the controller failed, if it did; `live` does not change from then on.")
+    ] = ABSENT
+    error: Annotated[str, msgspec.Meta(description="Reason for a missing trace; the other fields are absent.")] = ABSENT
 
 
 REQUEST_FIELDS: dict[str, Schema] = request_schemas()
