@@ -13,8 +13,7 @@ from tests.engine import scheduler_harness
 from tests.tiny import HIDDEN, code_of, direction, save_tiny_llama
 from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.engine.model_output import attach_stats
-from vllm_steer.metrics.engine_stats import STATS_KEY, EngineStats, pop_stats
-from vllm_steer.metrics.worker_stats import WorkerStats
+from vllm_steer.metrics.engine_stats import STATS_KEY, EngineStats, WorkerStats, pop_stats
 from vllm_steer.points import points_on
 
 ROW_BYTES = 4 * HIDDEN

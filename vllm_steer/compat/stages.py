@@ -59,6 +59,7 @@ _BATCH = "vllm.entrypoints.launchers.run_batch"
 _OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor:OutputProcessor"
 _REQUEST_STATE = "vllm.v1.engine.output_processor:RequestState"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _MODEL_STATE = "vllm.v1.worker.gpu.model_states.interface:ModelState"
@@ -71,10 +72,17 @@ _FRONT_END = "vllm_steer.plugin.front_end"
 _REQUESTS = "vllm_steer.frontend.requests"
 _MESSAGES = "vllm_steer.frontend.messages"
 _STEERED_STATE = "vllm_steer.plugin.request_state:SteeredRequestState"
+_STEERING_WORKER = "vllm_steer.engine.worker:SteeringWorker"
 _STEERING_SCHEDULER = "vllm_steer.engine.scheduler:SteeringSchedulerMixin"
 _STEERING_V1 = "vllm_steer.engine.runner_v1:SteeringRunnerV1"
 _STEERING_V2 = "vllm_steer.engine.runner_v2:SteeringRunnerV2"
 _STEERING_STATE = "vllm_steer.engine.runner_v2:_steering_state"
+
+
+def _overrides(theirs: str, ours: str, names: str) -> tuple[Join, ...]:
+    """Return the methods of a class of vLLM that the methods of the same names of our subclass override."""
+    return tuple(Join(f"{theirs}.{name}", OVERRIDE, f"{ours}.{name}") for name in names.split())
+
 
 STARTUP: tuple[Join, ...] = (
     Join("vllm.engine.arg_utils:EngineArgs.add_cli_args", AFTER, "vllm_steer.server.flags:add_flags"),
@@ -151,20 +159,11 @@ REQUEST_STAGES: tuple[Stage, ...] = (
         "scheduler",
         "a vLLM Request",
         "a SchedulerOutput: requests that have room in the device tables, with steering in their block hashes",
-        (
-            *(
-                Join(f"{_SCHEDULER}.{name}", OVERRIDE, f"{_STEERING_SCHEDULER}.{name}")
-                for name in (
-                    "add_request",
-                    "set_pause_state",
-                    "schedule",
-                    "_handle_blocked_waiting_request",
-                    "_get_local_prefix_cache_hit",
-                    "_reserve_prefill_lookahead",
-                    "_update_after_schedule",
-                    "_get_new_block_ids_to_zero",
-                )
-            ),
+        _overrides(
+            _SCHEDULER,
+            _STEERING_SCHEDULER,
+            "add_request set_pause_state schedule _handle_blocked_waiting_request _get_local_prefix_cache_hit "
+            "_reserve_prefill_lookahead _update_after_schedule _get_new_block_ids_to_zero",
         ),
     ),
     Stage(
@@ -172,14 +171,8 @@ REQUEST_STAGES: tuple[Stage, ...] = (
         "a SchedulerOutput",
         "device tables that hold the programs, and the row of every token of the step",
         (
-            *(
-                Join(f"{_RUNNER_V1}.{name}", OVERRIDE, f"{_STEERING_V1}.{name}")
-                for name in ("_update_states", "_zero_block_ids", "_model_forward")
-            ),
-            *(
-                Join(f"{_RUNNER_V2}.{name}", OVERRIDE, f"{_STEERING_V2}.{name}")
-                for name in ("add_requests", "execute_model")
-            ),
+            *_overrides(_RUNNER_V1, _STEERING_V1, "_update_states _zero_block_ids _model_forward"),
+            *_overrides(_RUNNER_V2, _STEERING_V2, "add_requests execute_model"),
             *(
                 Join(f"{_MODEL_STATE}.{name}", OVERRIDE, _STEERING_STATE)
                 for name in ("add_request", "remove_request", "preprocess_state", "prepare_inputs")
@@ -197,29 +190,20 @@ REQUEST_STAGES: tuple[Stage, ...] = (
         "captured rows of one step on the device",
         "outputs under a reserved request id that carry the rows, ahead of the step's outputs",
         (
-            Join(f"{_RUNNER_V1}._sample", OVERRIDE, f"{_STEERING_V1}._sample"),
-            Join(f"{_RUNNER_V2}.sample", OVERRIDE, f"{_STEERING_V2}.sample"),
-            Join(f"{_RUNNER_V1}.sample_tokens", OVERRIDE, f"{_STEERING_V1}.sample_tokens"),
-            Join(f"{_RUNNER_V2}.sample_tokens", OVERRIDE, f"{_STEERING_V2}.sample_tokens"),
-            Join(
-                "vllm.v1.worker.gpu_worker:Worker.sample_tokens",
-                OVERRIDE,
-                "vllm_steer.engine.worker:SteeringWorker.sample_tokens",
+            *_overrides(_RUNNER_V1, _STEERING_V1, "_sample sample_tokens"),
+            *_overrides(_RUNNER_V2, _STEERING_V2, "sample sample_tokens"),
+            *_overrides(_WORKER, _STEERING_WORKER, "sample_tokens"),
+            *_overrides(
+                "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
+                "vllm_steer.engine.executor:SteeringExecutor",
+                "init_kv_output_aggregator",
             ),
-            Join(
-                "vllm.v1.executor.multiproc_executor:MultiprocExecutor.init_kv_output_aggregator",
-                OVERRIDE,
-                "vllm_steer.engine.executor:SteeringExecutor.init_kv_output_aggregator",
+            *_overrides(
+                "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator",
+                "vllm_steer.engine.executor:RowAggregator",
+                "aggregate",
             ),
-            Join(
-                "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate",
-                OVERRIDE,
-                "vllm_steer.engine.executor:RowAggregator.aggregate",
-            ),
-            *(
-                Join(f"{_SCHEDULER}.{name}", OVERRIDE, f"{_STEERING_SCHEDULER}.{name}")
-                for name in ("update_from_output", "_free_request")
-            ),
+            *_overrides(_SCHEDULER, _STEERING_SCHEDULER, "update_from_output _free_request"),
         ),
     ),
     Stage(
@@ -233,10 +217,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
                 f"{_FRONT_END}:init_stat_logger_manager",
             ),
             Join(f"{_OUTPUT_PROCESSOR}.process_outputs", AROUND, f"{_FRONT_END}:process_outputs"),
-            *(
-                Join(f"{_REQUEST_STATE}.{name}", OVERRIDE, f"{_STEERED_STATE}.{name}")
-                for name in ("make_request_output", "_new_completion_output")
-            ),
+            *_overrides(_REQUEST_STATE, _STEERED_STATE, "make_request_output _new_completion_output"),
             Join("vllm.outputs:RequestOutput.add", AROUND, f"{_FRONT_END}:merge_outputs"),
         ),
     ),
@@ -264,23 +245,10 @@ ends when the configuration of an engine with steering is made. Engine and worke
 :data:`MODEL` and :data:`GRAPHS`."""
 
 LIFECYCLE: tuple[Join, ...] = (
-    *(
-        Join(f"vllm.v1.worker.gpu_worker:Worker.{name}", OVERRIDE, f"vllm_steer.engine.worker:SteeringWorker.{name}")
-        for name in ("init_device", "load_model", "sleep", "wake_up", "compile_or_warm_up_model")
-    ),
-    *(
-        Join(f"{_RUNNER_V1}.{name}", OVERRIDE, f"{_STEERING_V1}.{name}")
-        for name in ("load_model", "capture_model", "profile_run", "_dummy_run")
-    ),
-    *(
-        Join(f"{_RUNNER_V2}.{name}", OVERRIDE, f"{_STEERING_V2}.{name}")
-        for name in ("load_model", "profile_run", "profile_cudagraph_memory", "capture_model")
-    ),
-    Join(
-        f"{_MODEL_STATE}.prepare_dummy_inputs",
-        OVERRIDE,
-        _STEERING_STATE,
-    ),
+    *_overrides(_WORKER, _STEERING_WORKER, "init_device load_model sleep wake_up compile_or_warm_up_model"),
+    *_overrides(_RUNNER_V1, _STEERING_V1, "load_model capture_model profile_run _dummy_run"),
+    *_overrides(_RUNNER_V2, _STEERING_V2, "load_model profile_run profile_cudagraph_memory capture_model"),
+    Join(f"{_MODEL_STATE}.prepare_dummy_inputs", OVERRIDE, _STEERING_STATE),
 )
 """Overridden for loading, graph capture and sleep; no request passes here."""
 

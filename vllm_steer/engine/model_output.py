@@ -14,7 +14,7 @@ from typing import Any
 from vllm_steer.capture.step_rows import StepRows
 from vllm_steer.compat.internals import AsyncModelRunnerOutput
 from vllm_steer.engine.device_to_host import PendingRows
-from vllm_steer.metrics.worker_stats import WorkerStats
+from vllm_steer.metrics.engine_stats import WorkerStats
 
 ROWS_ATTRIBUTE = "steering_rows"
 _STATS_ATTRIBUTE = "steering_stats"

@@ -26,7 +26,7 @@ from vllm_steer.engine.record_keeper import replays_of
 from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
 from vllm_steer.engine.row_capture import RowCapture
 from vllm_steer.engine.step_batch import StepBatch
-from vllm_steer.metrics.worker_stats import WorkerStats
+from vllm_steer.metrics.engine_stats import WorkerStats
 from vllm_steer.models.discovery import Decoder
 from vllm_steer.taps.assignment import BatchLayout, clear_rows
 from vllm_steer.taps.heads import Head

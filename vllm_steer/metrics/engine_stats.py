@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics that an engine sends to the front end.
+"""Statistics of steps: of a worker, and those that an engine sends to the front end.
 
 vLLM sends its scheduler's statistics with the outputs of a step, to one of the front ends. Ours use the free-form field
 ``kv_connector_stats``, under a key of their own, beside the statistics of a KV connector. The front end removes them
@@ -9,11 +9,20 @@ before vLLM's loggers read the field (:class:`~vllm_steer.metrics.stat_logger.St
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 STATS_KEY = "__steer_stats__"
+
+
+class WorkerStats(NamedTuple):
+    """Host time and pinned memory that steering and capture used in one step of a worker."""
+
+    seconds: float
+    """Host time spent around the model's forward pass."""
+    staging_bytes: int
+    """Size of the pooled pinned buffers for captured rows."""
 
 
 class TableUsage(msgspec.Struct, frozen=True, array_like=True):

@@ -28,68 +28,27 @@ class Parallelism:
     """What a pipeline stage hands to the next, in words."""
 
 
+def _proven(family: str, *layer_classes: str, between: str = "the complete streams") -> Parallelism:
+    return Parallelism(family, layer_classes, "proven", "proven", "proven", between)
+
+
+def _without_stages(family: str, layer_class: str) -> Parallelism:
+    return Parallelism(family, (layer_class,), "proven", "not in vLLM", "not in vLLM")
+
+
 PARALLELISM: Final = (
-    Parallelism(
-        "DeepSeek V4",
-        ("deepseek_v4.nvidia.model.DeepseekV4DecoderLayer", "deepseek_v4.cpu.model.DeepseekV4DecoderLayer"),
-        tensor="proven",
-        pipeline="proven",
-        both="proven",
-        between="the complete streams",
+    _proven(
+        "DeepSeek V4", "deepseek_v4.nvidia.model.DeepseekV4DecoderLayer", "deepseek_v4.cpu.model.DeepseekV4DecoderLayer"
     ),
-    Parallelism(
-        "DeepSeek V4.1",
-        ("deepseek_v41.nvidia.model.DeepseekV4DecoderLayer",),
-        tensor="proven",
-        pipeline="proven",
-        both="proven",
-        between="the complete streams",
-    ),
+    _proven("DeepSeek V4.1", "deepseek_v41.nvidia.model.DeepseekV4DecoderLayer"),
     # vLLM starts its pipeline stages, although its source says that they are incomplete.
-    Parallelism(
-        "GLM 5 Next",
-        ("glm5next.common.model.Glm5NextDecoderLayer",),
-        tensor="proven",
-        pipeline="unproven",
-        both="unproven",
-    ),
-    Parallelism(
-        "HY V4",
-        ("hy_v4.nvidia.model.HYV4DecoderLayer",),
-        tensor="proven",
-        pipeline="proven",
-        both="proven",
-        between="the complete streams",
-    ),
-    Parallelism(
-        "Qwen 4 (Exp)",
-        ("qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer",),
-        tensor="proven",
-        pipeline="proven",
-        both="proven",
-        between="the complete streams",
-    ),
-    Parallelism(
-        "Gemma 3n", ("gemma3n.Gemma3nDecoderLayer",), tensor="proven", pipeline="not in vLLM", both="not in vLLM"
-    ),
-    Parallelism(
-        "Kimi K3",
-        ("kimi_k3.nvidia.model.KimiDecoderLayer",),
-        tensor="proven",
-        pipeline="proven",
-        both="proven",
-        between="the running sum and the bank",
-    ),
-    Parallelism(
-        "HRM-Text", ("hrm_text.HrmTextDecoderLayer",), tensor="proven", pipeline="not in vLLM", both="not in vLLM"
-    ),
-    Parallelism(
-        "IQuest-LoopCoder",
-        ("iquest_loopcoder.LoopCoderDecoderLayer",),
-        tensor="proven",
-        pipeline="not in vLLM",
-        both="not in vLLM",
-    ),
+    Parallelism("GLM 5 Next", ("glm5next.common.model.Glm5NextDecoderLayer",), "proven", "unproven", "unproven"),
+    _proven("HY V4", "hy_v4.nvidia.model.HYV4DecoderLayer"),
+    _proven("Qwen 4 (Exp)", "qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer"),
+    _without_stages("Gemma 3n", "gemma3n.Gemma3nDecoderLayer"),
+    _proven("Kimi K3", "kimi_k3.nvidia.model.KimiDecoderLayer", between="the running sum and the bank"),
+    _without_stages("HRM-Text", "hrm_text.HrmTextDecoderLayer"),
+    _without_stages("IQuest-LoopCoder", "iquest_loopcoder.LoopCoderDecoderLayer"),
 )
 
 

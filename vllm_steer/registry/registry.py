@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from vllm_steer import audit
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
-from vllm_steer.metrics.module_registry import set_registry_gauges
+from vllm_steer.metrics.collectors import set_gauge
 from vllm_steer.models.centring import Centring
 from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.params import APPLIED_KEY
@@ -338,10 +338,6 @@ class SteeringRegistry:
             snapshot = self._store.snapshot if APPLIED_KEY in extra else self.snapshot()
         return self._composer.compose(extra, snapshot)
 
-    def module_names(self) -> tuple[str, ...]:
-        """Return the names of all modules."""
-        return tuple(self.snapshot().index.modules)
-
     def _change(
         self,
         event: str,
@@ -366,13 +362,15 @@ class SteeringRegistry:
         if snapshot is self._reported or self._model_name is None:
             return
         self._reported = snapshot
-        set_registry_gauges(
-            self._model_name,
-            modules=len(snapshot.index.modules),
-            num_bytes=snapshot.num_bytes,
-            epoch=snapshot.epoch,
-            global_steering=snapshot.steering_digest is not None,
-        )
+        # Every process that reads the registry sees its newest state, so the last one to set the gauges is right.
+        gauges = {
+            "registry_modules": len(snapshot.index.modules),
+            "registry_bytes": snapshot.num_bytes,
+            "registry_epoch": snapshot.epoch,
+            "global_steering": snapshot.steering_digest is not None,
+        }
+        for key, value in gauges.items():
+            set_gauge(key, value, model_name=self._model_name)
 
     def _check_stored(self, snapshot: Snapshot) -> None:
         """Raise ``SteeringError`` unless the global steering that a registry has at start can be served."""
