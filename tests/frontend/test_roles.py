@@ -26,10 +26,7 @@ MESSAGES = [
 SERVED: dict[str, dict[str, list[str]]] = {
     "chatml": {
         "system": ["<|im_start|>system\nBe\nbrief<|im_end|>"],
-        "user": [
-            "<|im_start|>user\n\nassistant user\n\n<|im_end|>",
-            "<|im_start|>user\n again <|im_end|>",
-        ],
+        "user": ["<|im_start|>user\n\nassistant user\n\n<|im_end|>", "<|im_start|>user\n again <|im_end|>"],
         "assistant": ["<|im_start|>assistant\n7<|im_end|>", "<|im_start|>assistant\n<think>\n"],
     },
     "two tokens": {

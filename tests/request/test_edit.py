@@ -148,14 +148,7 @@ class TestValue:
     def test_repr_is_short_and_names_what_matters(self):
         text = repr(make(vector=np.ones(4096), tokens=[5], layers=[1, 2]))
         assert len(text) < 200
-        for part in (
-            "'add'",
-            "'post_block'",
-            "(1, 2)",
-            "float32[4096], norm 64",
-            "strength=1.0",
-            "Selector([5])",
-        ):
+        for part in ("'add'", "'post_block'", "(1, 2)", "float32[4096], norm 64", "strength=1.0", "Selector([5])"):
             assert part in text
         assert "low" not in text and "low=-1.0" in repr(make(**clamp()))
 

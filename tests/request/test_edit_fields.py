@@ -32,11 +32,7 @@ def assert_refused(fields, field, *words):
 class TestShortFields:
     @pytest.mark.parametrize(
         ("name", "tokens"),
-        [
-            ("steering_vectors", "all"),
-            ("prefill_steering_vectors", "prompt"),
-            ("decode_steering_vectors", "generated"),
-        ],
+        [("steering_vectors", "all"), ("prefill_steering_vectors", "prompt"), ("decode_steering_vectors", "generated")],
     )
     def test_each_covers_its_tokens(self, name, tokens):
         assert parse_fields({name: {"pre_attn": {1: V}}}) == (edit(tokens=tokens),)
@@ -153,11 +149,7 @@ class TestShortFields:
 
     @pytest.mark.parametrize(
         ("name", "point"),
-        [
-            ("hook_resid_post", "post_block"),
-            ("resid_mid", "post_attn"),
-            ("hook_mlp_out", "mlp_out"),
-        ],
+        [("hook_resid_post", "post_block"), ("resid_mid", "post_attn"), ("hook_mlp_out", "mlp_out")],
     )
     def test_names_of_transformer_lens(self, name, point):
         """Catches a name that is refused, or taken for another point."""

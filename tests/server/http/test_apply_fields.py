@@ -374,11 +374,7 @@ def test_request_refused_is_both_error_types() -> None:
     refused = pickle.loads(pickle.dumps(RequestRefused("steering[2].layers", "is wrong")))  # noqa: S301
     assert isinstance(refused, SteeringError)
     error = create_error_response(refused).error
-    assert (error.code, error.param, error.message) == (
-        400,
-        "steering[2].layers",
-        "steering[2].layers: is wrong",
-    )
+    assert (error.code, error.param, error.message) == (400, "steering[2].layers", "steering[2].layers: is wrong")
 
 
 def test_without_middleware_the_engine_checks() -> None:

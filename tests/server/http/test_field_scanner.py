@@ -63,10 +63,7 @@ def test_names_in_prompts_are_not_fields(text: str) -> None:
         ('{"steering_vectors": {"post_block": {}, "post_block": {}}}', "steering_vectors"),
         ('{"decode_steering_vectors": {"pre_attn": {"15": 1, "15": 1}}}', "decode_steering_vectors.pre_attn"),
         ('{"steering_vectors": {"p": {"1": {"scale": 1, "scale": 2}}}}', "steering_vectors.p[1]"),
-        (
-            '{"steering_vectors": {"p": {"1": {"vector": {"data": 1, "data": 2}}}}}',
-            "steering_vectors.p[1].vector",
-        ),
+        ('{"steering_vectors": {"p": {"1": {"vector": {"data": 1, "data": 2}}}}}', "steering_vectors.p[1].vector"),
         ('{"steering": [{"kind": "add"}, {"kind": "add", "kind": "ablate"}]}', "steering[1]"),
         ('{"steering": [{"vector": {"shape": 1, "shape": 2}}]}', "steering[0].vector"),
         ('{"steering": [{"vector": [[1.0], {"data": 1, "data": 2}]}]}', "steering[0].vector[1]"),
