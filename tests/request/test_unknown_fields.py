@@ -15,22 +15,26 @@ from vllm_steer.peers.vllm_lens.keys import KEYS
 from vllm_steer.request.request_form import RequestForm
 from vllm_steer.request.unknown_fields import FIELDS_OF_OTHERS, problem_of
 
-OF_VENDORS = """\
-store metadata service_tier reasoning_effort reasoning modalities prediction audio web_search_options verbosity
-safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls functions function_call logit_bias
-instructions previous_response_id conversation conversation_id include truncation text background max_tool_calls
-context_management stream stream_options streaming string strings structure structured texture picture caption captions
-features steps step signature thinking enable_thinking thinking_budget output_config container mcp_servers provider
-providers models route transforms plugins usage fallbacks preset safe_prompt random_seed prompt_mode
-document_image_limit citations documents tool_resources return_images return_citations search_mode search_recency_filter
-return_hidden_states input_ids sampling_params lora_path custom_logit_processor return_logprob logprob_start_len
-top_logprobs_num session_params bootstrap_host num_predict num_ctx keep_alive options format template raw mirostat
-mirostat_tau grammar n_predict cache_prompt id_slot samplers t_max_predict_ms lora timings_per_token chat_template
-chat_template_kwargs mm_processor_kwargs extra_headers extra_query api_key guided_json guided_regex response_format
-repetition_penalty typical_p do_sample num_beams watermark best_of echo enable_search incremental_output result_format
-system_instruction safety_settings generation_config vectors vector embedding encoding_format dimensions capture_id
-screen_capture video_capture_fps trace tracing control controls
-""".split()
+OF_VENDORS = [
+    "store", "metadata", "service_tier", "reasoning_effort", "reasoning", "modalities", "prediction", "audio",
+    "web_search_options", "verbosity", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "functions", "function_call", "logit_bias", "instructions", "previous_response_id",
+    "conversation", "conversation_id", "include", "truncation", "text", "background", "max_tool_calls",
+    "context_management", "stream", "stream_options", "streaming", "string", "strings", "structure", "structured",
+    "texture", "picture", "caption", "captions", "features", "steps", "step", "signature", "thinking",
+    "enable_thinking", "thinking_budget", "output_config", "container", "mcp_servers", "provider", "providers",
+    "models", "route", "transforms", "plugins", "usage", "fallbacks", "preset", "safe_prompt", "random_seed",
+    "prompt_mode", "document_image_limit", "citations", "documents", "tool_resources", "return_images",
+    "return_citations", "search_mode", "search_recency_filter", "return_hidden_states", "input_ids", "sampling_params",
+    "lora_path", "custom_logit_processor", "return_logprob", "logprob_start_len", "top_logprobs_num", "session_params",
+    "bootstrap_host", "num_predict", "num_ctx", "keep_alive", "options", "format", "template", "raw", "mirostat",
+    "mirostat_tau", "grammar", "n_predict", "cache_prompt", "id_slot", "samplers", "t_max_predict_ms", "lora",
+    "timings_per_token", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "extra_headers", "extra_query",
+    "api_key", "guided_json", "guided_regex", "response_format", "repetition_penalty", "typical_p", "do_sample",
+    "num_beams", "watermark", "best_of", "echo", "enable_search", "incremental_output", "result_format",
+    "system_instruction", "safety_settings", "generation_config", "vectors", "vector", "embedding", "encoding_format",
+    "dimensions", "capture_id", "screen_capture", "video_capture_fps", "trace", "tracing", "control", "controls",
+]  # fmt: skip
 
 
 def fields_of_vllm() -> set[str]:
