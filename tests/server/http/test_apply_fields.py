@@ -56,6 +56,18 @@ def request_with(of: type[Any] = CompletionRequest, **fields: Any) -> Any:
     return of.model_validate({**REQUESTS[of], **fields})
 
 
+def assert_refused(request: Any, field: str, words: str = "") -> None:
+    """Check that a request is refused because of a field, with these words in the message."""
+    with pytest.raises(RequestRefused) as refused:
+        apply_to_params(request, SamplingParams())
+    assert refused.value.parameter == field
+    assert words in str(refused.value)
+
+
+def assert_steered(request: Any, steered: bool = True) -> None:
+    assert has_steering(apply_to_params(request, SamplingParams())) == steered
+
+
 @pytest.fixture
 def context() -> Iterator[RequestContext]:
     """Set the context that the middleware sets for the current request."""
@@ -105,7 +117,7 @@ def test_null_counts_as_absent(name: str, context: RequestContext) -> None:
     """Catches clients that send every optional field being refused."""
     request = CompletionRequest.model_validate({"prompt": "hi", name: None})
     assert read_fields(request) == {}
-    assert not has_steering(apply_to_params(request, SamplingParams()))
+    assert_steered(request, False)
 
 
 @pytest.mark.parametrize(
@@ -117,31 +129,24 @@ def test_null_counts_as_absent(name: str, context: RequestContext) -> None:
 )
 def test_refuses_fields_in_objects_of_vllm(of: Any, inside: Any, field: str, context: RequestContext) -> None:
     """Catches the unsteered answer to a field in an object of the request class, whose unknown keys have no effect."""
-    with pytest.raises(RequestRefused) as refused:
-        apply_to_params(request_with(of, **inside), SamplingParams())
-    assert refused.value.parameter == field
+    assert_refused(request_with(of, **inside), field)
     apply_to_params(request_with(of, **{name: {"steering": "off"} for name in inside}), SamplingParams())
 
 
 @classes
 @pytest.mark.parametrize(
-    "name",
-    ["steering_vector", "prefill_steering", "steering_config", "Xsteering", "decode_steering_vectors "],
+    "name", ["steering_vector", "prefill_steering", "steering_config", "Xsteering", "decode_steering_vectors "]
 )
 def test_rejects_misspelled_fields(of: type[Any], name: str) -> None:
     """Catches the fluent, unsteered answer to a misspelt field."""
-    with pytest.raises(RequestRefused) as refused:
-        apply_to_params(request_with(of, **{name: {}}), SamplingParams())
-    assert refused.value.parameter == name
+    assert_refused(request_with(of, **{name: {}}), name)
 
 
 @classes
 @pytest.mark.parametrize("name", ["steer", "steer_capture", "steer_prompt", "steering", "steering_vectors"])
 def test_rejects_fields_in_vllm_xargs(of: type[Any], name: str) -> None:
     """Catches steering that is accepted where it is ignored, or that goes past the checks."""
-    with pytest.raises(RequestRefused) as refused:
-        apply_to_params(request_with(of, vllm_xargs={name: "x"}), SamplingParams())
-    assert refused.value.parameter == f"vllm_xargs.{name}"
+    assert_refused(request_with(of, vllm_xargs={name: "x"}), f"vllm_xargs.{name}")
 
 
 EDIT = {"kind": "add", "point": "post_block", "layers": 1, "vector": vector()}
@@ -150,16 +155,8 @@ EDIT = {"kind": "add", "point": "post_block", "layers": 1, "vector": vector()}
 @pytest.mark.parametrize(
     ("fields", "path", "words"),
     [
-        (
-            {"steering_vectors": {"post_block": {"1": vector()[1:]}}},
-            "steering_vectors.post_block[1]",
-            "hidden size",
-        ),
-        (
-            {"steering_vectors": {"post_block": {"0": vector(), "4": vector()}}},
-            "steering_vectors.post_block[4]",
-            "layer 4",
-        ),
+        ({"steering_vectors": {"post_block": {"1": vector()[1:]}}}, "steering_vectors.post_block[1]", "hidden size"),
+        ({"steering_vectors": {"post_block": {"0": vector(), "4": vector()}}}, "steering_vectors.post_block[4]", "4"),
         (
             {"decode_steering_vectors": {"post_attn": {"2": vector()}}},
             "decode_steering_vectors.post_attn[2]",
@@ -175,10 +172,7 @@ EDIT = {"kind": "add", "point": "post_block", "layers": 1, "vector": vector()}
 def test_rejection_names_the_edit(fields: dict[str, Any], path: str, words: str, context: RequestContext) -> None:
     """Catches an error without the path of the edit, or after a stream has started."""
     set_prompt_len(5)
-    with pytest.raises(RequestRefused) as refused:
-        apply_to_params(request_with(**fields), SamplingParams())
-    assert refused.value.parameter == path
-    assert words in str(refused.value)
+    assert_refused(request_with(**fields), path, words)
     assert not context.fields_applied
 
 
@@ -209,27 +203,22 @@ def test_prompts_with_captures_are_numbered(context: RequestContext) -> None:
 def test_rejection_names_the_capture(spec: Any, path: str, words: str, context: RequestContext) -> None:
     """Catches an error with the path of another consumer or of an edit."""
     set_prompt_len(5)
-    with pytest.raises(RequestRefused) as refused:
-        apply_to_params(request_with(capture={"memory": spec}, steering=[EDIT]), SamplingParams())
-    assert refused.value.parameter == path
-    assert words in str(refused.value)
+    assert_refused(request_with(capture={"memory": spec}, steering=[EDIT]), path, words)
     assert context.consumers == ()
 
 
-@pytest.mark.parametrize("of", list(REQUESTS), ids=lambda of: of.__name__)
+@classes
 @pytest.mark.parametrize("value", [HOOKS, {"memory": HOOKS}])
 @pytest.mark.parametrize("name", ["captures", "Capture", "capture_hidden"])
 def test_rejects_misspelled_captures(name: str, value: Any, of: type[Any]) -> None:
     """Catches an answer without the rows that were asked for."""
-    with pytest.raises(RequestRefused) as refused:
-        apply_to_params(request_with(of, **{name: value}), SamplingParams())
-    assert refused.value.parameter == name
+    assert_refused(request_with(of, **{name: value}), name)
 
 
 @pytest.mark.parametrize("fields", [{"capture_id": "x"}, {"screen_capture": {"fps": 3}}, {"steer_vectors": None}])
 def test_accepts_unrelated_fields(fields: dict[str, Any], context: RequestContext) -> None:
     """Catches a refusal of what stock vLLM serves."""
-    assert not has_steering(apply_to_params(request_with(**fields), SamplingParams()))
+    assert_steered(request_with(**fields), False)
 
 
 MISTAKES = {
@@ -250,9 +239,8 @@ MISTAKES = {
 @pytest.mark.parametrize(("name", "words"), MISTAKES.items())
 def test_rejects_known_mistakes(name: str, words: str, place: str, of: type[Any], context: RequestContext) -> None:
     """Catches a misspelt field, or one of another project, that is ignored: HTTP 200 with plain text."""
-    with pytest.raises(RequestRefused, match=words) as refused:
-        apply_to_params(request_with(of, **({place: {name: 1}} if place else {name: 1})), SamplingParams())
-    assert refused.value.parameter == (f"{place}.{name}" if place else name)
+    request = request_with(of, **({place: {name: 1}} if place else {name: 1}))
+    assert_refused(request, f"{place}.{name}" if place else name, words)
 
 
 def test_other_servers_ignore_mistakes() -> None:
@@ -266,46 +254,37 @@ def test_rejects_captures_that_no_response_carries(context: RequestContext) -> N
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
     apply_to_params(request_with(ResponsesRequest, tools=[tool], **wanted), SamplingParams())
     assert context.results_in == "response"
-    with pytest.raises(RequestRefused, match="omit background"):
-        apply_to_params(request_with(ResponsesRequest, background=True, **wanted), SamplingParams())
-    with pytest.raises(RequestRefused, match="web_search_preview"):
-        apply_to_params(
-            request_with(ResponsesRequest, tools=[{"type": "web_search_preview"}], **wanted), SamplingParams()
-        )
+    assert_refused(request_with(ResponsesRequest, background=True, **wanted), "capture", "omit background")
+    served = [{"type": "web_search_preview"}]
+    assert_refused(request_with(ResponsesRequest, tools=served, **wanted), "capture", "web_search_preview")
     current_request.set(None)
-    with pytest.raises(RequestRefused, match=r"vllm_steer\.LLM"):
-        apply_to_params(request_with(capture={"memory": HOOKS}), SamplingParams())
+    assert_refused(request_with(**wanted), "capture", "vllm_steer.LLM")
 
 
 def test_rejects_live_strengths_in_the_background(context: RequestContext) -> None:
     """Catches live strengths that cannot be changed: the route said that the running request has ended."""
     live = [EDIT, {**EDIT, "live": "calm"}]
-    with pytest.raises(RequestRefused, match="omit background") as refused:
-        apply_to_params(request_with(ResponsesRequest, background=True, steering=live), SamplingParams())
-    assert refused.value.parameter == "steering[1].live"
-    fixed = request_with(ResponsesRequest, background=True, steering=[EDIT])
-    assert has_steering(apply_to_params(fixed, SamplingParams()))
+    background = {"of": ResponsesRequest, "background": True}
+    assert_refused(request_with(**background, steering=live), "steering[1].live", "omit background")
+    assert_steered(request_with(**background, steering=[EDIT]))
 
 
 def test_rejects_live_strengths_in_several_runs(context: RequestContext) -> None:
     """Catches a strength that was set in one run of the model and is 1 again in the next, and plain edits refused."""
     tools = [{"type": "web_search_preview"}]
     live = [EDIT, {**EDIT, "live": "calm"}]
-    with pytest.raises(RequestRefused, match="web_search_preview") as refused:
-        apply_to_params(request_with(ResponsesRequest, tools=tools, steering=live), SamplingParams())
-    assert refused.value.parameter == "steering[1].live"
-    assert has_steering(apply_to_params(request_with(ResponsesRequest, steering=live), SamplingParams()))
+    request = request_with(ResponsesRequest, tools=tools, steering=live)
+    assert_refused(request, "steering[1].live", "web_search_preview")
+    assert_steered(request_with(ResponsesRequest, steering=live))
     context.compiled = None  # as for the next body
-    edits = [EDIT, {**EDIT, "live": None}]
-    assert has_steering(apply_to_params(request_with(ResponsesRequest, tools=tools, steering=edits), SamplingParams()))
+    assert_steered(request_with(ResponsesRequest, tools=tools, steering=[EDIT, {**EDIT, "live": None}]))
 
 
 def test_rejects_edits_that_only_fit_separately(context: RequestContext) -> None:
     """Catches per-edit checks that miss a limit on all edits together."""
     set_prompt_len(5)
     edits = [{**EDIT, "vector": vector(i + 1), "tokens": [[i, None]]} for i in range(40)]
-    with pytest.raises(RequestRefused, match="max_segments"):
-        apply_to_params(request_with(steering=edits), SamplingParams())
+    assert_refused(request_with(steering=edits), "steering", "max_segments")
 
 
 def test_each_prompt_is_checked_with_its_own_length(context: RequestContext) -> None:
@@ -314,8 +293,7 @@ def test_each_prompt_is_checked_with_its_own_length(context: RequestContext) -> 
     set_prompt_len(5)
     apply_to_params(request, SamplingParams())
     set_prompt_len(3)
-    with pytest.raises(RequestRefused, match="prompt of 3 tokens"):
-        apply_to_params(request, SamplingParams())
+    assert_refused(request, "steering[0]", "prompt of 3 tokens")
 
 
 def test_fields_of_a_body_are_compiled_once(context: RequestContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,9 +368,7 @@ def test_rejection_names_the_module(context: RequestContext) -> None:
     context.engine.registry.register("late", edits=edits)
     context.engine.registry.register("fine", base={"post_block": {1: vector()}})
     set_prompt_len(3)
-    with pytest.raises(RequestRefused, match="prompt of 3 tokens") as refused:
-        apply_to_params(request_with(steering_modules=["fine", "late"]), SamplingParams())
-    assert refused.value.field == "steering_modules[1]"
+    assert_refused(request_with(steering_modules=["fine", "late"]), "steering_modules[1]", "prompt of 3 tokens")
 
 
 def test_prompts_of_a_body_get_the_same_global_steering(context: RequestContext) -> None:
