@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.conformance.mixes import complete
 from vllm_steer.models import streams
-from vllm_steer.models.final_norm import find_final_norm
+from vllm_steer.models.discovery import find_final_norm
 from vllm_steer.models.self_check_plan import hops_of
 
 

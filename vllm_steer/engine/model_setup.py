@@ -29,8 +29,7 @@ from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.models.centring import Centring, centring_of
-from vllm_steer.models.discovery import ALLOW, Decoder, UnsupportedModelError, find_decoder
-from vllm_steer.models.final_norm import find_final_norm
+from vllm_steer.models.discovery import ALLOW, Decoder, UnsupportedModelError, find_decoder, find_final_norm
 from vllm_steer.models.install import install_taps
 from vllm_steer.models.parallelism import why_unproven_split, why_wrong_stage
 from vllm_steer.models.recipe import qualified_name

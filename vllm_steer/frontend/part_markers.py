@@ -59,7 +59,8 @@ class PartMarkers:
         if part.name and ids is None:
             return None
         start, end = ids or self._ids(part.start, part.end, tokenizer, field)
-        breaks = [self._end_of_message(tokenizer)]
+        # The token that ends the model's messages, if it is known.
+        breaks = [self._roles(tokenizer).ends.get("assistant", next(iter(end_of_text(tokenizer)), NO_TOKEN))]
         if part.name == "thinking":
             breaks.append(self._start_of_tool_call(tokenizer, field))
         return Markers(start, end, tuple(each for each in breaks if each not in (start, end, NO_TOKEN)))
@@ -128,10 +129,6 @@ class PartMarkers:
         if messages is not None and messages.last_role not in self._roles(tokenizer).bounded:
             _refuse_written(messages, {found.start, found.end, *found.breaks}.intersection(message), tokenizer, field)
 
-    def _end_of_message(self, tokenizer: Any) -> int:
-        """Return the token that ends the model's messages, or :data:`NO_TOKEN` if it is not known."""
-        return self._roles(tokenizer).ends.get("assistant", next(iter(end_of_text(tokenizer)), NO_TOKEN))
-
     def _roles(self, tokenizer: Any) -> RoleTokens:
         """Return the tokens of the chat template, or the tokenizer's own if its template cannot be read."""
         if self._role_tokens is None:
@@ -157,7 +154,9 @@ class PartMarkers:
 
     def _of_parser(self, name: str, tokenizer: Any, field: str) -> tuple[Marker, Marker] | None:
         """Return the markers of vLLM's parser for a part; None if the engine has no such parser."""
-        parser_name = self._tool_parser if name == "tool_call" else _reasoning_parser(self._vllm_config)
+        settings = self._vllm_config.structured_outputs_config
+        reasoning = str(getattr(settings, "reasoning_parser", "") or "")
+        parser_name = self._tool_parser if name == "tool_call" else reasoning
         if not parser_name:
             return None
         try:
@@ -245,10 +244,6 @@ def _images(request: Any) -> list[tuple[int, int]]:
             # Both ends of a range are included.
             ranges += [(first, last + 1) for first, last in place.extract_embeds_range()]
     return sorted(ranges)
-
-
-def _reasoning_parser(vllm_config: Any) -> str:
-    return str(getattr(vllm_config.structured_outputs_config, "reasoning_parser", "") or "")
 
 
 def _reasoning_markers(parser: str, tokenizer: Any) -> tuple[Marker, Marker] | None:

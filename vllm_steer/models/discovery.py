@@ -25,6 +25,9 @@ ALLOW = "pass --steering-allow-unproven (SteeringConfig(allow_unproven=True))"
 PROVE = "`vllm-steer doctor MODEL --allow-unproven --prove`"
 """Command that compares an unproven model with HF Transformers."""
 _WITHOUT = "Start the engine without --enable-steering"
+_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
+"""Final norms beside the list of decoder layers. The self-check compares the norm's output with the model's."""
+
 _REFUSABLE: tuple[PointName, ...] = ("post_attn", *OPTIONAL_POINTS)
 
 
@@ -273,3 +276,17 @@ def _override_hint(layers: Iterable[nn.Module]) -> str:
     return (
         f" It derives from {', '.join(bases)}: to use that recipe, check it with {PROVE} and {ALLOW}." if bases else ""
     )
+
+
+def find_final_norm(model: nn.Module, decoder: Decoder) -> nn.Module | None:
+    """Return the module that norms the stream of the last decoder layer; None if no single module has a known name."""
+    if not decoder.layers[-1].recipe.normed:
+        return None
+    last = decoder.layers[-1].module
+    for parent in model.modules():
+        if any(isinstance(each, nn.ModuleList) and any(layer is last for layer in each) for each in parent.children()):
+            norms = [getattr(parent, name, None) for name in _NORMS]
+            # A placeholder marks the norm of another pipeline stage.
+            found = [norm for norm in norms if isinstance(norm, nn.Module) and not isinstance(norm, PPMissingLayer)]
+            return found[0] if len(found) == 1 else None
+    return None

@@ -89,10 +89,5 @@ def extend_outputs() -> None:
     """Give vLLM's output classes the attributes of steering and capture, with None for requests without them."""
     CompletionOutput.capture_results = CompletionOutput.capture_rows = None
     CompletionOutput.readouts = CompletionOutput.steering_trace = None
-    RequestOutput.capture_results = property(_first_capture_results)
+    RequestOutput.capture_results = property(lambda self: self.outputs[0].capture_results if self.outputs else None)
     RequestOutput.steering_applied = None
-
-
-def _first_capture_results(request_output: Any) -> Any:
-    """Return the first sample's results."""
-    return request_output.outputs[0].capture_results if request_output.outputs else None

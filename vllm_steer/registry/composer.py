@@ -254,18 +254,15 @@ def _encode_applied(
     doses: dict[str, float],
 ) -> bytes:
     """Return the JSON of a `SteeringApplied`, which is encoded for every request but rarely decoded."""
+    # The steps refer to vectors by digest.
+    steps = b"" if own is None or not own.edits else msgspec.msgpack.encode(own.edits)
     return msgspec.json.encode(
         {
             "epoch": snapshot.epoch,
             "global": snapshot.steering_digest,
             "modules": modules,
-            "request": None if own is None or not own.edits else _edits_digest(own),
+            "request": DIGEST_PREFIX + hashlib.sha256(steps).hexdigest() if steps else None,
             **({"no_effect": no_effect} if no_effect else {}),
             **({"doses": doses} if doses else {}),
         }
     )
-
-
-def _edits_digest(program: Program) -> str:
-    # The steps refer to vectors by digest.
-    return DIGEST_PREFIX + hashlib.sha256(msgspec.msgpack.encode(program.edits)).hexdigest()

@@ -114,9 +114,7 @@ def _sqlite(path: Path) -> sa.Engine:
         for each in (path, path.parent):
             _check_private(each)
     except OSError as error:
-        raise RegistryUnavailableError(
-            FIELD, f"its file cannot be used: {error.strerror or error}", str(path)
-        ) from None
+        raise _unusable(path, error) from None
     mount = mount_of(path)
     if mount is not None and is_networked(mount.kind):
         raise SteeringError(
@@ -133,6 +131,10 @@ def _sqlite(path: Path) -> sa.Engine:
 def is_disk_full(error: OperationalError) -> bool:
     """Return whether SQLite had no space to write."""
     return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_DISK_ERRORS
+
+
+def _unusable(path: Path, error: OSError) -> RegistryUnavailableError:
+    return RegistryUnavailableError(FIELD, f"its file cannot be used: {error.strerror or error}", str(path))
 
 
 def _check_private(path: Path) -> None:
@@ -152,9 +154,7 @@ def _file_check(path: Path) -> Callable[[], None]:
         try:
             found = identity(path.lstat())
         except OSError as error:
-            raise RegistryUnavailableError(
-                FIELD, f"its file cannot be used: {error.strerror or error}", str(path)
-            ) from None
+            raise _unusable(path, error) from None
         if found != opened:
             raise RegistryUnavailableError(FIELD, "its file was replaced; restart the server", str(path))
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,9 @@ def _read(data: bytes, choice: Choice, command: str) -> tuple[Module, ModuleMeta
     if (body := module_body(file)) is not None:
         content = {key: value for key, value in body.items() if key not in (*METADATA_KEYS, "name")}
         module, metadata = parse_module(content), parse_metadata(body)
-    elif file.kind == "safetensors" and _is_module(file.content):
+    elif file.kind == "safetensors" and (
+        not file.content or any(name.partition(".")[0] in _TENSOR_PREFIXES for name in file.content)
+    ):
         module, metadata = module_of(file)
     else:
         found = read_vectors(file, choice, command)
@@ -72,10 +73,6 @@ def _read(data: bytes, choice: Choice, command: str) -> tuple[Module, ModuleMeta
     if choice != Choice():
         raise SteeringError("file", "is a module, which names its sites itself; omit --format, --layer and --point")
     return module, metadata
-
-
-def _is_module(tensors: Collection[str]) -> bool:
-    return not tensors or any(name.partition(".")[0] in _TENSOR_PREFIXES for name in tensors)
 
 
 def write_vector_file(path: Path, module: Module, metadata: ModuleMetadata) -> None:

@@ -186,11 +186,14 @@ class Readout(Declared, frozen=True):
         without_layer = may_omit and self.layer is None and named is None and self.layers is None
         layers = () if without_layer else self._read_layers(named)
         every = layers == "all"
+        positions = self.positions
+        if isinstance(positions, str):  # comparing an array with a name would yield an array
+            positions = POSITIONS.get(positions, positions)  # type: ignore[call-overload]
         checked: dict[str, Any] = {
             "point": point,
             "layer": layers[0] if layers and not every else None,
             "layers": layers,
-            "positions": Selector.parse(_position_name(self.positions), "positions"),
+            "positions": Selector.parse(positions, "positions"),
         }
         if self.sae is not None:
             read_name(self.sae, "sae")
@@ -258,11 +261,6 @@ def parse_readouts(value: object) -> dict[str, Readout]:
         read_name(name, READOUTS_FIELD): read(Readout, given, f"{READOUTS_FIELD}.{name}")
         for name, given in value.items()
     }
-
-
-def _position_name(value: Any) -> Any:
-    # Comparing an array with a name would yield an array.
-    return next((selector for name, selector in POSITIONS.items() if isinstance(value, str) and value == name), value)
 
 
 def _read_directions(value: Any, field: str) -> Projection | NamedProjection | HiddenLayer:

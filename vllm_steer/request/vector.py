@@ -186,7 +186,8 @@ def _from_numbers(numbers: Sequence[object], field: str) -> npt.NDArray[Any]:
     _check_shape((len(numbers),), field)
     # numpy silently converts booleans and numeric strings. Checking the set of types is much cheaper than checking
     # each number.
-    wrong = {kind for kind in set(map(type, numbers)) if not _is_number_type(kind)}
+    kinds = (float, int, np.floating, np.integer)
+    wrong = {kind for kind in set(map(type, numbers)) if kind is bool or not issubclass(kind, kinds)}
     if wrong:
         index = next(i for i, number in enumerate(numbers) if type(number) in wrong)
         raise SteeringError(
@@ -199,10 +200,6 @@ def _from_numbers(numbers: Sequence[object], field: str) -> npt.NDArray[Any]:
             return np.array(numbers, dtype=np.float32)
     except (OverflowError, TypeError, ValueError) as error:
         raise SteeringError(field, f"cannot be read as float32 numbers: {error}") from None
-
-
-def _is_number_type(kind: type) -> bool:
-    return issubclass(kind, (float, int, np.floating, np.integer)) and kind is not bool
 
 
 def _is_tensor(value: object) -> bool:

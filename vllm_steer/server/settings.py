@@ -14,13 +14,19 @@ from vllm_steer.limits import (
     REGISTRY_MODULES,
     RESPONSE_MIB,
     STORE_MIB,
+    ServerLimit,
 )
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.server.capture_store import StoreLimits
-from vllm_steer.server.quota.limits import value_of
 
 STORE_NAME_DEST = "capture_store_name"
 """Attribute of the parsed flags, without a flag of its own: parsed flags reach all processes of a server."""
+
+
+def value_of(args: object, limit: ServerLimit) -> int:
+    """Return the value of ``limit`` from the parsed server flags."""
+    value = getattr(args, limit.dest, None)
+    return int(limit.default if value is None else value)
 
 
 def max_body_bytes(args: object) -> int:

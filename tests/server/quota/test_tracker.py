@@ -23,8 +23,8 @@ from vllm_steer.request.scalars import FLOAT32_MAX
 from vllm_steer.server.access_errors import AccessError, KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.auth.keys import Key, generate_key
 from vllm_steer.server.quota import tracker as tracker_module
-from vllm_steer.server.quota.limits import value_of
 from vllm_steer.server.quota.tracker import QuotaTracker, Reservation
+from vllm_steer.server.settings import value_of
 
 WIDTH, LAYERS = 1 << 16, 4
 MIB = 1 << 20

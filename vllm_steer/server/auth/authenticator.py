@@ -114,16 +114,13 @@ class Authenticator:
         if not secret or scheme.lower() != "bearer":
             raise UnauthorizedError(FIELD, "missing API key; send the header Authorization: Bearer ...")
         key = self._keys.find(secret)
-        if key is None and self._is_vllm_key(secret):
-            key = VLLM_KEY
-        if key is None:
-            raise UnauthorizedError(FIELD, "invalid API key")
-        return key
-
-    def _is_vllm_key(self, secret: str) -> bool:
+        if key is not None:
+            return key
         digest = hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
         matches = [hmac.compare_digest(digest, each) for each in self._vllm_key_hashes]  # all, for constant time
-        return any(matches)
+        if not any(matches):
+            raise UnauthorizedError(FIELD, "invalid API key")
+        return VLLM_KEY
 
     def _with_vllm_key(self, scope: Scope) -> Scope:
         if self._vllm_bearer is None:

@@ -124,7 +124,7 @@ def find_fields(body: bytes, parents: tuple[str, ...] = _WRONG_PARENTS) -> Found
         for key in parent.split("."):
             inner = inner.get(key) if isinstance(inner, dict) else None
         for name in FIELDS:
-            if isinstance(inner, dict) and _has_field(name, inner):
+            if isinstance(inner, dict) and name in inner and isinstance(inner[name], GENERAL_NAMES.get(name, object)):
                 problem = SteeringError(
                     f"{parent}.{name}", f"would be ignored here; move {name} to the top level of the body"
                 )
@@ -157,10 +157,6 @@ def _num_keys(value: Any) -> int:
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
         return sum(map(_num_keys, value))
     return 0
-
-
-def _has_field(name: str, inner: dict[str, Any]) -> bool:
-    return name in inner and isinstance(inner[name], GENERAL_NAMES.get(name, object))
 
 
 class _ObjectWithDuplicates(dict[str, Any]):
@@ -200,10 +196,6 @@ def _path_part(key: str) -> str:
     return f"[{short}]" if short.isdecimal() else f".{short}"
 
 
-def _is_list_of_rows(value: dict[str, Any] | list[Any]) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], (dict, list))
-
-
 def _duplicate_inside(value: Any, in_lists: bool, depth: int) -> tuple[str, str] | None:
     """Return the path below ``value`` of an object with duplicate keys, and the key.
 
@@ -220,7 +212,8 @@ def _duplicate_inside(value: Any, in_lists: bool, depth: int) -> tuple[str, str]
         return None
     if depth > 0:
         for step, item in inner:
-            search = in_lists or step == ".when" or (step in _MATRICES and _is_list_of_rows(item))
+            has_rows = step in _MATRICES and isinstance(item, list) and isinstance(next(iter(item), None), (dict, list))
+            search = in_lists or step == ".when" or has_rows
             found = _duplicate_inside(item, search, depth - 1)
             if found is not None:
                 return step + found[0], found[1]

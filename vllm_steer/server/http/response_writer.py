@@ -24,6 +24,7 @@ from vllm_steer.server.capture_store import CaptureFormat, CaptureStore, StoreFu
 from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, is_small, missing_reports
 from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY, ReadoutFeed
 from vllm_steer.server.http.request_context import APPLIED_FIELD, RequestContext
+from vllm_steer.server.http.result_waiter import wait_for_disconnect
 
 _DONE = b"data: [DONE]\n\n"
 _DATA = b"data: {"
@@ -173,7 +174,7 @@ class ResponseWriter:
         status: int = start["status"]
         if self._adds_results:
             building = asyncio.ensure_future(self._add_to_choices(status, body))
-            disconnected = asyncio.ensure_future(self._wait_for_disconnect())
+            disconnected = asyncio.ensure_future(wait_for_disconnect(self._receive))
             try:
                 await asyncio.wait((building, disconnected), return_when=asyncio.FIRST_COMPLETED)
                 await _yield_to_disconnect()
@@ -238,10 +239,6 @@ class ResponseWriter:
         self._stored_ids.append(stored_id)
         expires_in = store.limits.expiry_seconds
         return {"id": stored_id, "bytes": len(data), "format": file_format, "expires_in": expires_in}
-
-    async def _wait_for_disconnect(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
     def _delete_stored(self) -> None:
         for stored_id in self._stored_ids:

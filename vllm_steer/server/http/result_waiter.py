@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting of the event loop for results of consumers' threads, with one wake-up for all results that are ready.
+"""Waiting of the event loop: for a client that leaves, and for results of consumers' threads.
 
-``asyncio.wrap_future`` writes to the loop's socket once per result. Consumers often finish the samples of a step one
-after another, before the loop runs.
+All results that are ready have one wake-up. ``asyncio.wrap_future`` writes to the loop's socket once per result.
+Consumers often finish the samples of a step one after another, before the loop runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
+from starlette.types import Receive
+
 _T = TypeVar("_T")
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class _Arrivals:

@@ -41,7 +41,7 @@ from vllm_steer.request import CaptureSpec
 from vllm_steer.request.projection import Projection
 from vllm_steer.server.access_errors import KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.auth.keys import Key
-from vllm_steer.server.quota.limits import processes_of, share_of, value_of
+from vllm_steer.server.settings import value_of
 
 STEERING = "steering"
 _STATE = "vllm_steer_quota_tracker"
@@ -76,7 +76,7 @@ class QuotaTracker:
     def __init__(self, args: object) -> None:
         """Read the limits from the parsed flags of a server."""
         self._values = {limit: value_of(args, limit) for limit in SERVER_LIMITS}
-        self._processes = processes_of(args)
+        self._processes = max(getattr(args, "api_server_count", None) or 1, 1)
         self._usage: dict[str, KeyUsage] = {}
         self.programs: Counter[bytes] = Counter()
         """Running requests by the digest of their program."""
@@ -95,7 +95,7 @@ class QuotaTracker:
     def limit(self, limit: ServerLimit, key: Key | None) -> int:
         """Return this process's share of a limit."""
         configured = self.configured(limit, key)
-        return configured if limit.scope == "request" else share_of(configured, self._processes)
+        return configured if limit.scope == "request" else -(-configured // self._processes)  # rounded up
 
     def configured(self, limit: ServerLimit, key: Key | None) -> int:
         """Return the value of a limit as set for the key, or else by the server's flags."""

@@ -21,6 +21,7 @@ from vllm_steer.patching.answer import cell_events, start_event
 from vllm_steer.patching.result import PatchingResult
 from vllm_steer.patching.sweep import Batch
 from vllm_steer.server.http.error_response import error_status
+from vllm_steer.server.http.result_waiter import wait_for_disconnect
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.server.routes.base import RESERVATION_KEY
 from vllm_steer.server.studies.job import Results, StudyJob, encode_event
@@ -143,7 +144,7 @@ async def _last(messages: AsyncIterator[bytes]) -> bytes:
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     """Wait for ``work``. Raises ``ClientDisconnect`` as soon as the client leaves."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_wait_until_gone(request))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -152,8 +153,3 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     finally:
         task.cancel()
         gone.cancel()
-
-
-async def _wait_until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
