@@ -199,7 +199,7 @@ def test_the_openapi_document(clients: list[httpx.Client]) -> None:
         assert all(value["description"] for value in fields.values())
     answer = document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
     applied = set(answer["properties"]["steering_applied"]["properties"])
-    assert applied == {"epoch", "global", "modules", "no_effect", "request"}
+    assert applied == {"doses", "epoch", "global", "modules", "no_effect", "request"}
     assert "choices" in schemas["NoEffect"]["properties"]
 
 
