@@ -165,7 +165,7 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: readout(probe="x"), "readouts.a.probe: must be a probe of a module", "such as"),
     (
         lambda: edit(kind="replace", vector={"capture": "x"}),
-        "vector: refers to rows or to a module on a server",
+        "vector: names rows or a module of a server",
         "plain dict",
     ),
     (lambda: edit(vector={"capture": "x"}), "vector: refers to rows stored on a server", "only replace takes"),
