@@ -83,7 +83,8 @@ def parse_metadata(given: Mapping[str, Any]) -> ModuleMetadata:
 
 def _parse_text(value: object, field: str) -> str:
     if not isinstance(value, str):
-        raise SteeringError(field, f"must be a string, not {shown(value)} ({type(value).__name__})")
+        hint = "; write the object as a JSON text" if isinstance(value, Mapping) else ""
+        raise SteeringError(field, f"must be a string, not {shown(value)} ({type(value).__name__}){hint}")
     if len(value) > MAX_TEXT:
         raise SteeringError(field, f"has {len(value)} characters; at most {MAX_TEXT} are allowed")
     try:
