@@ -316,7 +316,7 @@ def measure_wave(kind: str, batch: int) -> dict[str, float]:
                     first=np.full(batch, first), count=np.full(batch, count), num_padded=batch * count,
                 )
             )  # fmt: skip
-            manager.capture._stored = None
+            manager.capture._planned = None
         for request in requests:
             manager.store.remove(request.request_id)
         manager.store.flush()

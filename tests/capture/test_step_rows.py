@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.tiny import code_of
-from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptureBatch
+from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptureBatch, UncertainPlan
 from vllm_steer.capture.step_rows import StepRows, decode_row_index
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
 from vllm_steer.program import Resolved, compile_program, resolve
@@ -90,17 +90,19 @@ def check(steps: tuple[StepRows, ...], batch: Mapping[str, tuple[int, int]]) -> 
         torch.testing.assert_close(found[each], row, atol=1e-5, rtol=1e-5)
 
 
-def transfers(plan: CapturePlan | CaptureBatch) -> tuple[Transfer, ...]:
-    if isinstance(plan, CaptureBatch):
-        return tuple(Transfer(each, None, DIRECTIONS.get(each)) for each in plan.projections())
+def transfers(plan: CapturePlan) -> tuple[Transfer, ...]:
     return tuple(
         Transfer(each.index.projection, each.arena_rows, DIRECTIONS.get(each.index.projection)) for each in plan.streams
     )
 
 
 def capture_batch(batch: Mapping[str, tuple[int, int]]) -> CaptureBatch:
-    first, count = (np.array([each[i] for each in batch.values()], dtype=np.int64) for i in (0, 1))
-    return CaptureBatch(tuple(batch), tuple(map(resolved, batch)), np.cumsum(count) - count, first, count)
+    count = np.array([count for _, count in batch.values()], dtype=np.int64)
+    return CaptureBatch(tuple(batch), tuple(map(resolved, batch)), count)
+
+
+def plan_of(batch: Mapping[str, tuple[int, int]]) -> CapturePlan:
+    return capture_batch(batch).plan_at([first for first, _ in batch.values()])
 
 
 CHUNKS = {"rows": (2, 3), "several": (2, 5), "projected": (0, 4)}
@@ -112,8 +114,7 @@ DECODING = {"several": (9, 1), "projected": (4, 1), "rows": (30, 1)}
 )
 def test_every_format_of_every_row_is_transferred_once(batch: Mapping[str, tuple[int, int]]) -> None:
     """Catches projections of a neighbour's rows, projections that were not requested, and swapped formats."""
-    captures = capture_batch(batch)
-    plan = captures.plan_at(captures.first.tolist())
+    plan = plan_of(batch)
     check(
         DeviceToHostCopier(torch.device("cpu"))
         .start(arena(batch)[: plan.num_rows], None, plan, transfers(plan))
@@ -125,8 +126,7 @@ def test_every_format_of_every_row_is_transferred_once(batch: Mapping[str, tuple
 def test_transferred_rows_do_not_share_the_buffer() -> None:
     """Catches rows of a later step: buffers are reused as soon as they are released."""
     batch = {"rows": (0, 2)}
-    captures = capture_batch(batch)
-    plan = captures.plan_at(captures.first.tolist())
+    plan = plan_of(batch)
     buffer = arena(batch)[: plan.num_rows].view(torch.uint8)
 
     def overwrite() -> None:
@@ -139,8 +139,7 @@ def test_transferred_rows_do_not_share_the_buffer() -> None:
 def test_projections_are_computed_in_float32() -> None:
     """Catches projections that are rounded to bfloat16."""
     batch = {"projected": (0, 4)}
-    captures = capture_batch(batch)
-    plan = captures.plan_at(captures.first.tolist())
+    plan = plan_of(batch)
     stored = arena(batch)[: plan.num_rows].to(torch.bfloat16)
     form = next(form for form in transfers(plan) if form.directions is not None)
     (rows,) = DeviceToHostCopier(torch.device("cpu")).start(stored, None, plan, (form,)).rows.values()
@@ -167,7 +166,10 @@ def test_device_positions_decide_with_drafts() -> None:
     captures = capture_batch(ahead)
     position = torch.cat([torch.arange(first, first + count) for first, count in batch.values()])
     stored = arena(batch)[: captures.max_captured_rows()]
-    check(DeviceToHostCopier(torch.device("cpu")).start(stored, position, captures, transfers(captures)).wait(), batch)
-    wrong = captures.plan_at(captures.first.tolist())
+    copier = DeviceToHostCopier(torch.device("cpu"))
+    plan = UncertainPlan(np.cumsum(captures.count) - captures.count, captures.plan_at)
+    every = tuple(Transfer(each, None, DIRECTIONS.get(each)) for each in captures.projections())
+    check(copier.start(stored, position, plan, every).wait(), batch)
+    wrong = plan_of(ahead)
     with pytest.raises(AssertionError):
-        check(DeviceToHostCopier(torch.device("cpu")).start(stored, None, wrong, transfers(wrong)).wait(), batch)
+        check(copier.start(stored, None, wrong, transfers(wrong)).wait(), batch)

@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 from vllm_steer.engine.record_copy import RecordCopy
+from vllm_steer.engine.step_batch import StepBatch
 
 
 def rows_planned(copy: RecordCopy, ids: list[str], recorded: list[int]) -> list[int]:
     """Plan a step of one token per request and return the rows of the record table that leave."""
     ones = np.ones(len(ids), dtype=np.int64)
-    batch: Any = SimpleNamespace(ids=ids, first=ones, count=ones)
+    layout: Any = None
+    batch = StepBatch(layout, ids, ones, ones, ones, len(ids))
     copier: Any = SimpleNamespace(start=lambda stored, position, plan, transfers: transfers)
     copy._copier = copier
     copy.plan(batch, np.array(recorded))

@@ -6,10 +6,9 @@ Rows leave as they are, as projections on directions, or both. Each format of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,15 +48,14 @@ class CapturePlan:
         return StepRows(stream.index, self.start[stream.spans], self.count[stream.spans], rows)
 
 
-class UncertainPlan(Protocol):
+@dataclass(frozen=True)
+class UncertainPlan:
     """A plan of a step whose positions only the device knows, because of draft tokens."""
 
-    @property
-    def token(self) -> IntArray:
-        """Index of each request's first token in the batch, ``[requests]``."""
-
-    def plan_at(self, first: Sequence[int]) -> CapturePlan:
-        """Return the plan for the given first positions, one per request."""
+    token: IntArray
+    """Index of each request's first token in the batch, ``[requests]``."""
+    plan_at: Callable[[Sequence[int]], CapturePlan]
+    """Returns the plan for the given first positions, one per request."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,6 @@ class CaptureBatch:
 
     request_ids: tuple[str, ...]
     resolved: tuple[Resolved, ...]
-    token: IntArray
-    """Index of each request's first token in the batch, ``[requests]``."""
-    first: IntArray
-    """First position of each request as the host knows it, ``[requests]``."""
     count: IntArray
     """Number of tokens of each request, ``[requests]``."""
 

@@ -20,6 +20,7 @@ from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.overflow import check_overflow
 from vllm_steer.program.program import CompiledCapture
 from vllm_steer.program.readouts import CompiledReadout
+from vllm_steer.request import Selector
 from vllm_steer.request.readout import LENS, READOUTS_FIELD, SAE_PREFIX
 from vllm_steer.request.sites import OF_THE_MODEL
 
@@ -126,12 +127,15 @@ class Capabilities:
             if edit.is_pending:
                 raise SteeringError(source, "features of autoencoders are supported in fields of requests only")
             self._check_range(edit, source, source)
-            self._check_editable(edit, source)
+            point = POINT_NAMES[edit.point]
+            self._check_served(edit, self.refused.get(point, {}), f"{KIND_OF[edit.code]} at {point}", source)
         check_overflow(program, self.dtype)
         for i, capture in enumerate(program.captures):
             hooks = f"{program.capture_source(i)}.hooks.{POINT_NAMES[capture.point]}"
             self._check_range(capture, hooks, f"{program.capture_source(i)}.positions")
-            self._check_capturable(capture, hooks)
+            if self.no_capture is not None:
+                raise SteeringError("capture", self.no_capture)
+            self._check_served(capture, self.unread.get(POINT_NAMES[capture.point], {}), "capture", hooks)
         for i, readout in enumerate(program.readouts):
             self._check_readout(readout, program.readout_source(i))
         if program.has_records:
@@ -144,21 +148,14 @@ class Capabilities:
         if self.no_readouts is not None:
             raise SteeringError(source, self.no_readouts)
         for layer in readout.layers or (readout.layer,):
-            if layer >= self.num_layers:
-                raise SteeringError(
-                    f"{source}.layer", f"layer {layer} does not exist; this model has layers 0 to {self.num_layers - 1}"
-                )
+            self._check_layer(layer, f"{source}.layer")
             reason = self.unread.get(point, {}).get(layer)
             if reason is not None:
                 raise SteeringError(source, f"cannot be read at {point} of layer {layer}: {reason}")
         if readout.head:
             self._check_head(readout, source)
         self._check_enabled(point, source)
-        last = readout.selector.max_position
-        if last >= self.max_model_len:
-            raise SteeringError(
-                f"{source}.positions", f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
-            )
+        self._check_last(readout.selector, f"{source}.positions")
 
     def _check_head(self, readout: CompiledReadout, source: str) -> None:
         """Raise :class:`SteeringError` unless the engine has a readout's head."""
@@ -222,15 +219,18 @@ class Capabilities:
 
     def _check_range(self, part: CompiledEdit | CompiledCapture, layers_field: str, tokens_field: str) -> None:
         for layer in part.layers:
-            if layer >= self.num_layers:
-                raise SteeringError(
-                    layers_field, f"layer {layer} does not exist; this model has layers 0 to {self.num_layers - 1}"
-                )
-        last = part.selector.max_position
-        if last >= self.max_model_len:
-            raise SteeringError(
-                tokens_field, f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
-            )
+            self._check_layer(layer, layers_field)
+        self._check_last(part.selector, tokens_field)
+
+    def _check_layer(self, layer: int, field: str) -> None:
+        if layer >= self.num_layers:
+            problem = f"layer {layer} does not exist; this model has layers 0 to {self.num_layers - 1}"
+            raise SteeringError(field, problem)
+
+    def _check_last(self, selector: Selector, field: str) -> None:
+        if (last := selector.max_position) >= self.max_model_len:
+            problem = f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
+            raise SteeringError(field, problem)
 
     def _check_reach(self, program: Program, prompt_len: int, max_tokens: int) -> None:
         """Raise :class:`SteeringError` if the request's own fields name positions that no token of it can reach."""
@@ -249,24 +249,13 @@ class Capabilities:
                     f"max_tokens={max_tokens}, {stop - 1} is the last that the model computes",
                 )
 
-    def _check_editable(self, edit: CompiledEdit, field: str) -> None:
-        point = POINT_NAMES[edit.point]
-        refused = self.refused.get(point, {})
-        for layer in edit.layers or range(self.num_layers):
+    def _check_served(
+        self, part: CompiledEdit | CompiledCapture, refused: Mapping[int, str], what: str, field: str
+    ) -> None:
+        for layer in part.layers or range(self.num_layers):
             if layer in refused:
-                raise SteeringError(
-                    field, f"{KIND_OF[edit.code]} at {point} is not supported at layer {layer}: {refused[layer]}"
-                )
-        self._check_enabled(point, field)
-
-    def _check_capturable(self, capture: CompiledCapture, field: str) -> None:
-        if self.no_capture is not None:
-            raise SteeringError("capture", self.no_capture)
-        unread = self.unread.get(POINT_NAMES[capture.point], {})
-        for layer in capture.layers or range(self.num_layers):
-            if layer in unread:
-                raise SteeringError(field, f"capture is not supported at layer {layer}: {unread[layer]}")
-        self._check_enabled(POINT_NAMES[capture.point], field)
+                raise SteeringError(field, f"{what} is not supported at layer {layer}: {refused[layer]}")
+        self._check_enabled(POINT_NAMES[part.point], field)
 
     def _check_enabled(self, point: PointName, field: str) -> None:
         if POINTS[point].optional and point not in self.config.points:

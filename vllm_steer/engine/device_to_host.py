@@ -26,6 +26,7 @@ import torch
 from vllm_steer.capture.step_plan import CapturePlan, UncertainPlan
 from vllm_steer.capture.step_rows import IntArray, StepRows
 from vllm_steer.taps.projection import products_at
+from vllm_steer.taps.tables import upload
 
 Products: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """A function with the signature and result of :func:`vllm_steer.taps.projection.products_at`."""
@@ -189,9 +190,7 @@ class DeviceToHostCopier:
             return known[1]
         if len(self._uploads) > _MAX_CACHED_UPLOADS:
             self._uploads.clear()
-        uploaded = torch.from_numpy(indices)
-        if self._stream is not None:
-            uploaded = uploaded.pin_memory().to(self._device, non_blocking=True)
+        uploaded = upload(torch.from_numpy(indices), self._device)
         self._uploads[projection] = (indices, uploaded)
         return uploaded
 

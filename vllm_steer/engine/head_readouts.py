@@ -29,7 +29,7 @@ from vllm_steer.program.token_program import HeadRead, MlpRead
 from vllm_steer.taps.heads import Head, LensHead, Places, chosen_outputs, parts
 from vllm_steer.taps.mlp import MlpHead
 from vllm_steer.taps.ops import DeviceOps
-from vllm_steer.taps.tables import OPEN_END, Tables
+from vllm_steer.taps.tables import OPEN_END, Tables, upload
 
 logger = steering_logger(__name__)
 
@@ -200,9 +200,7 @@ class HeadReadouts:
         )
 
     def _upload(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(numbers))
-        device = self._store.tables.device
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        return upload(torch.from_numpy(np.ascontiguousarray(numbers)), self._store.tables.device)
 
     @property
     def waiting(self) -> bool:

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_steer.taps.tables import upload
+
 Operands = npt.NDArray[np.int32]
 
 
@@ -55,9 +57,7 @@ class OperandRuns:
         if self._low >= self._high:
             return
         changed = torch.from_numpy(self._host[self._low : self._high].copy())
-        if self._table.device.type == "cuda":
-            changed = changed.pin_memory().to(self._table.device, non_blocking=True)
-        self._table[self._low : self._high].copy_(changed)
+        self._table[self._low : self._high].copy_(upload(changed, self._table.device))
         self._low, self._high = len(self._host), 0
 
     def _compact(self) -> None:

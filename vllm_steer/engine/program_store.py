@@ -39,7 +39,13 @@ from vllm_steer.program.records import BOUND_FIELDS, CONDITION_FIELDS, STOP_COLU
 from vllm_steer.program.token_program import MlpRead
 from vllm_steer.taps.mlp import MlpHead
 from vllm_steer.taps.records import state_after
-from vllm_steer.taps.tables import OPEN_END, Tables
+from vllm_steer.taps.tables import OPEN_END, Tables, upload
+
+_STAGED = (
+    "vector", "instruction", "parameter", "head", "row_captures", "segment_start", "segment_row", "initial",
+    "condition", "bound", "carry", "next_position",
+)  # fmt: skip
+"""Tables that are written between steps."""
 
 
 @dataclass
@@ -95,7 +101,8 @@ class ProgramStore:
         self._running: dict[str, _Running] = {}
         self._placed: dict[int, _PlacedSegments] = {}
         self._directions: dict[bytes, _Directions] = {}
-        self._capturing = self._with_heads = 0
+        # Running requests that capture, and those with readouts that a head computes.
+        self.num_capturing = self.num_with_heads = 0
         # Records of running requests, by request id.
         self._recorded: dict[str, RequestRecords] = {}
         self._live = LiveStrengths()
@@ -120,37 +127,7 @@ class ProgramStore:
         self.version = self.changes = self._flushed = 0
         self._no_rows = np.zeros(self._max_segments, dtype=np.int32)
         self._no_conditions = np.zeros(tables.condition.shape[1:], dtype=np.int32)
-        self._staged = tuple(
-            PinnedTableWriter(table)
-            for table in (
-                tables.vector,
-                tables.instruction,
-                tables.parameter,
-                tables.head,
-                tables.row_captures,
-                tables.segment_start,
-                tables.segment_row,
-                tables.initial,
-                tables.condition,
-                tables.bound,
-                tables.carry,
-                tables.next_position,
-            )
-        )
-        (
-            self._vector,
-            self._instruction,
-            self._parameter,
-            self._head,
-            self._row_captures,
-            self._segment_start,
-            self._segment_row,
-            self._initial,
-            self._condition,
-            self._bound,
-            self._carry,
-            self._next_position,
-        ) = self._staged
+        self._staged = {name: PinnedTableWriter(getattr(tables, name)) for name in _STAGED}
         self._operands = OperandRuns(tables.operand)
         # Rows with runs of operands, by the digest of their token program.
         self._with_runs: dict[bytes, PlacedTokenProgram] = {}
@@ -164,16 +141,6 @@ class ProgramStore:
     def num_recorded(self) -> int:
         """Number of running requests whose tokens have records."""
         return len(self._recorded)
-
-    @property
-    def num_capturing(self) -> int:
-        """Number of running requests that capture."""
-        return self._capturing
-
-    @property
-    def num_with_heads(self) -> int:
-        """Number of running requests with readouts that a head computes."""
-        return self._with_heads
 
     def resolved_of(self, request_id: str) -> Resolved:
         """Return the resolved program of a request that has a request slot."""
@@ -196,11 +163,11 @@ class ProgramStore:
         if placed is None:
             placed = self._placed[id(resolved)] = self._place(resolved, program)
         placed.users += 1
-        self._segment_start.put(request_slot, placed.starts)
-        self._segment_row.put(request_slot, placed.rows)
+        self._put("segment_start", request_slot, placed.starts)
+        self._put("segment_row", request_slot, placed.rows)
         self._running[request_id] = _Running(request_slot, placed)
-        self._capturing += resolved.max_captures > 0
-        self._with_heads += resolved.has_heads
+        self.num_capturing += resolved.max_captures > 0
+        self.num_with_heads += resolved.has_heads
         self.changes += 1
         self.active_ranges.set(request_slot, *resolved.active_range)
         self.captured_ranges.set(request_slot, *resolved.captured_range)
@@ -223,10 +190,10 @@ class ProgramStore:
         carry = np.zeros((drafts, width), dtype=np.float64)
         for c, each in enumerate(records.conditions):
             condition[c], bound[c], carry[:, c] = each.fields, each.numbers, each.initial_state
-        self._condition.put(slot, condition)
-        self._bound.put(slot, bound)
-        self._carry.put(slot, carry)
-        self._next_position.put(slot, np.zeros((), dtype=np.int64))
+        self._put("condition", slot, condition)
+        self._put("bound", slot, bound)
+        self._put("carry", slot, carry)
+        self._put("next_position", slot, np.zeros((), dtype=np.int64))
         self._measure_records()
 
     def set_strengths(self, live: str, strengths: Mapping[str, float]) -> int:
@@ -275,7 +242,7 @@ class ProgramStore:
         for name, value in self._live.of(request_id).items():
             if name in records.layout.live:
                 initial[records.layout.live[name]] = value
-        self._initial.put(slot, initial)
+        self._put("initial", slot, initial)
 
     def set_replay(self, request_id: str, replay: Replay) -> None:
         """Give a resumed request, which has just been added, its records back."""
@@ -287,11 +254,8 @@ class ProgramStore:
         carry[:, : len(own.conditions)] = state_after(
             own.conditions, replay.records, replay.start, replay.generated, replay.prompt_len
         )
-        self._carry.put(slot, carry)
-        records = torch.from_numpy(replay.records)
-        if self.tables.device.type == "cuda":
-            records = records.pin_memory().to(self.tables.device, non_blocking=True)
-        self.replays[request_id] = (replay, records)
+        self._put("carry", slot, carry)
+        self.replays[request_id] = (replay, upload(torch.from_numpy(replay.records), self.tables.device))
 
     def _measure_records(self) -> None:
         running = self._recorded.values()
@@ -311,12 +275,12 @@ class ProgramStore:
             if records.layout.live:
                 self._live.pause(request_id, self._new_position(request_id, running.request_slot))
             # Plain requests may get the slot, or share it.
-            self._condition.put(running.request_slot, self._no_conditions)
+            self._put("condition", running.request_slot, self._no_conditions)
             self.replays.pop(request_id, None)
             self.record_ranges.clear(running.request_slot)
             self._measure_records()
-        self._capturing -= placed.resolved.max_captures > 0
-        self._with_heads -= placed.resolved.has_heads
+        self.num_capturing -= placed.resolved.max_captures > 0
+        self.num_with_heads -= placed.resolved.has_heads
         placed.users -= 1
         if not placed.users:
             self._release(placed.resolved)
@@ -324,7 +288,7 @@ class ProgramStore:
         self.captured_ranges.clear(running.request_slot)
         self.last_segment[running.request_slot] = 0
         self.changes += 1
-        self._segment_row.put(running.request_slot, self._no_rows)
+        self._put("segment_row", running.request_slot, self._no_rows)
         return running.request_slot
 
     def directions(self, projection: bytes) -> torch.Tensor:
@@ -345,9 +309,7 @@ class ProgramStore:
 
     def _gather(self, digests: Sequence[bytes]) -> torch.Tensor:
         indices = torch.tensor([self._allocator.vector_index(digest) for digest in digests])
-        if self.tables.device.type == "cuda":
-            indices = indices.pin_memory().to(self.tables.device, non_blocking=True)
-        return self.tables.vector.index_select(0, indices)
+        return self.tables.vector.index_select(0, upload(indices, self.tables.device))
 
     def flush(self) -> None:
         """Write the changes since the last step to the tables."""
@@ -358,15 +320,18 @@ class ProgramStore:
         self._flushed = self.changes
         users = np.zeros(self.tables.head.shape[1], dtype=np.int32)
         users[self._head_index] = self.tables.site_users
-        self._head.put(0, users)
-        flush_writers(self._staged)
+        self._put("head", 0, users)
+        flush_writers(self._staged.values())
         self._operands.flush()
+
+    def _put(self, table: str, row: int, value: Any) -> None:
+        self._staged[table].put(row, value)
 
     def _place(self, resolved: Resolved, program: Program) -> _PlacedSegments:
         """Reserve table entries for a program and write them."""
         new_rows, new_vectors = self._allocator.acquire(resolved.token_programs)
         for digest, index in new_vectors.items():
-            self._vector.put(index, program.vector(program.by_digest[digest]))
+            self._put("vector", index, program.vector(program.by_digest[digest]))
         for placed in new_rows:
             self._put_row(placed)
         for form in _projections(resolved):
@@ -409,7 +374,7 @@ class ProgramStore:
         for index, each in zip(placed.instruction_indices, placed.program.instructions, strict=True):
             # float32 holds all places of operands exactly, since max_matrix_rows is at most 2^24.
             first = 0 if each.run == NO_RUN else self._operands.start_of(_run_key(placed.program, each.run))
-            self._parameter.put(index, (each.strength, each.low, each.high, float(first)))
+            self._put("parameter", index, (each.strength, each.low, each.high, float(first)))
 
     def _put_row(self, placed: PlacedTokenProgram) -> None:
         if placed.program.runs:
@@ -421,11 +386,13 @@ class ProgramStore:
         # In reverse order, because each instruction refers to the next one at its site.
         for index, each in reversed(pairs):
             columns = 0 if each.code == CAPTURE else each.index
-            self._instruction.put(index, (each.code, self._argument(each), following.get(each.site_number, 0), columns))
+            self._put(
+                "instruction", index, (each.code, self._argument(each), following.get(each.site_number, 0), columns)
+            )
             column = self.tables.head_index[self.tables.column[each.site_number]]
             heads[column] = following[each.site_number] = index
-        self._head.put(placed.row, heads)
-        self._row_captures.put(placed.row, len(placed.program.captures))
+        self._put("head", placed.row, heads)
+        self._put("row_captures", placed.row, len(placed.program.captures))
         self._count_users(placed.program.instructions, 1)
 
     def _argument(self, instruction: Instruction) -> int:

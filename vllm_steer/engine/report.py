@@ -21,6 +21,12 @@ from vllm_steer.models.proofs import own_proofs, proofs_of
 from vllm_steer.points import BRANCH_OUTPUTS, POINTS, POINTS_FLAG, Point
 from vllm_steer.request import KINDS
 
+_OWN_FACTS = (
+    "problem", "examined", "num_layers", "hidden_size", "max_model_len", "dtype", "logprobs_mode", "mixed_head",
+    "unproven", "no_plain_code", "self_checks",
+)  # fmt: skip
+"""Facts that a report repeats under their own names."""
+
 
 class _Report(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -139,19 +145,23 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for recipe in (recipe for rank in ranks for recipe in rank.get("recipes", [])):
         merged = recipes.setdefault((recipe["layer"], recipe["stream"], recipe["mid"]), {**recipe, "layers": []})
         merged["layers"] = sorted({*merged["layers"], *recipe["layers"]})
+
+    def first(name: str) -> Any:
+        return next((rank[name] for rank in ranks if rank.get(name)), None)
+
     return {
         **ranks[0],
         "recipes": list(recipes.values()),
         "unproven": sorted({reason for rank in ranks for reason in rank.get("unproven", [])}),
         "self_checks": [rank["self_check"] for rank in ranks if "self_check" in rank],
-        "no_lens": next((rank["no_lens"] for rank in ranks if rank.get("no_lens")), None),
+        "no_lens": first("no_lens"),
         "altered": {
             point: sorted({layer for rank in ranks for layer in rank.get("altered", {}).get(point, ())})
             for point in BRANCH_OUTPUTS
         },
-        "mixed_head": next((rank["mixed_head"] for rank in ranks if rank.get("mixed_head")), None),
+        "mixed_head": first("mixed_head"),
         "centring": merge_centring([rank.get("centring", "unknown") for rank in ranks]),
-        "no_plain_code": next((rank["no_plain_code"] for rank in ranks if rank.get("no_plain_code")), None),
+        "no_plain_code": first("no_plain_code"),
     }
 
 
@@ -181,7 +191,6 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
     proofs = (
         proofs_of(architecture, [recipe.layer_class for recipe in recipes]) if examined else own_proofs(architecture)
     )
-    self_checks, no_plain_code = list(facts.get("self_checks", [])), facts.get("no_plain_code")
 
     def enabled(point: Point) -> bool:
         return not point.optional or point.name in config.points
@@ -192,13 +201,6 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         vllm_check=None if is_tested(facts["vllm"]) else str(compare_installed(facts["vllm"])),
         architecture=architecture,
         model_class=facts.get("model_class"),
-        problem=facts.get("problem"),
-        examined=examined,
-        num_layers=facts.get("num_layers"),
-        hidden_size=facts.get("hidden_size"),
-        max_model_len=facts.get("max_model_len"),
-        dtype=facts.get("dtype"),
-        logprobs_mode=facts.get("logprobs_mode"),
         points=[
             PointReport(
                 name=point.name,
@@ -217,11 +219,9 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         ]
         if supported
         else [],
-        mixed_head=facts.get("mixed_head"),
         edits={kind.name: kind.formula for kind in KINDS.values()} if supported else {},
         no_capture=no_capture,
         recipes=recipes,
-        unproven=list(facts.get("unproven", [])),
         proofs=[
             ProofReport(
                 architecture=p.architecture,
@@ -239,7 +239,6 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         ],
         limits={name: getattr(config, name) for name in ENGINE_LIMITS},
         table_bytes=dict(facts.get("tables", {})),
-        plain_code=no_plain_code is None if self_checks else None,
-        no_plain_code=no_plain_code,
-        self_checks=self_checks,
+        plain_code=facts.get("no_plain_code") is None if facts.get("self_checks") else None,
+        **{name: facts[name] for name in _OWN_FACTS if name in facts},
     )

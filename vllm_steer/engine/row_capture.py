@@ -1,58 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in a worker: which rows a step stores in the arena, and the start of their copy to the host."""
+"""Which rows of a step leave the device, and the start of their copy to the host: captured rows here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptureBatch
+from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptureBatch, UncertainPlan
+from vllm_steer.capture.step_rows import IntArray
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
 
 
-@dataclass(frozen=True)
-class _StoredRows:
-    """The first ``num_rows`` rows of the arena, which the running step stores."""
-
-    plan: CapturePlan | CaptureBatch
-    num_rows: int
-    position: torch.Tensor | None
-
-
-class RowCapture:
-    """Captured rows of one engine rank.
+class StepCopy:
+    """Rows of one engine rank that leave the device after each step. The copy is planned before the forward pass.
 
     Args:
         store: The rank's programs.
         copier: Copies rows to the host.
-        enabled: Whether this rank returns rows. The tensor-parallel ranks capture the same rows; one returns them.
+        enabled: Whether this rank returns rows. The tensor-parallel ranks have the same rows; one returns them.
         speculative: Whether draft tokens make the host's positions uncertain.
     """
 
     def __init__(self, store: ProgramStore, copier: DeviceToHostCopier, *, enabled: bool, speculative: bool) -> None:
         self._store = store
-        self._arena = store.tables.arena
         self._copier = copier
         self._enabled = enabled
         self._speculative = speculative
-        self._stored: _StoredRows | None = None
+        self._planned: Callable[[], PendingRows] | None = None
         self._pending: PendingRows | None = None
-        self._steady: tuple[int, SteadyCaptureBatch] = (-1, SteadyCaptureBatch((), ()))
 
-    @property
-    def num_pinned_bytes(self) -> int:
-        """Total size in bytes of the pooled pinned buffers."""
-        return self._copier.num_bytes
+    def start_copy(self) -> None:
+        """Start the planned copy, after the forward pass and on the same stream."""
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            self._pending = planned()
+
+    def take_rows(self) -> tuple[PendingRows, ...]:
+        """Return the rows of the last step, once."""
+        pending, self._pending = self._pending, None
+        return () if pending is None else (pending,)
+
+
+class RowCapture(StepCopy):
+    """Captured rows of one engine rank."""
+
+    _steady: tuple[int, SteadyCaptureBatch] = (-1, SteadyCaptureBatch((), ()))
 
     def plan(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> None:
-        """CapturePlan which rows the next forward pass stores.
+        """Choose the rows that the next forward pass stores and that leave after it.
 
         Args:
             batch: The step's batch.
@@ -60,26 +60,31 @@ class RowCapture:
         """
         if not self._enabled:
             return
-        plan, num_rows, position = self._plan(batch, capturing)
-        num_rows = min(num_rows, self._arena.shape[0])
-        self._stored = _StoredRows(plan, num_rows, position) if num_rows else None
-
-    def _plan(
-        self, batch: StepBatch, capturing: npt.NDArray[np.int64]
-    ) -> tuple[CapturePlan | CaptureBatch, int, torch.Tensor | None]:
-        store = self._store
+        store, ids, position = self._store, batch.ids_of(capturing), None
         first, count = batch.first[capturing], batch.count[capturing]
-        everyone = len(capturing) == len(batch.ids)
-        ids = tuple(batch.ids) if everyone else tuple(batch.ids[i] for i in capturing.tolist())
+        plan: CapturePlan | UncertainPlan
+        certain: CapturePlan | None
+        wanted: list[tuple[bytes, IntArray | None]]
         if not self._speculative and (first >= store.last_segment[batch.request_slot[capturing]]).all():
-            plan = self._steady_batch(ids).plan(first, count)
-            return plan, plan.num_rows, None
-        token = (np.cumsum(batch.count) - batch.count)[capturing]
-        captures = CaptureBatch(ids, tuple(store.resolved_of(name) for name in ids), token, first, count)
-        if self._speculative:
-            return captures, captures.max_captured_rows(), batch.layout().position
-        plan = captures.plan_at(first.tolist())
-        return plan, plan.num_rows, None
+            certain = self._steady_batch(ids).plan(first, count)
+        else:
+            captures = CaptureBatch(ids, tuple(store.resolved_of(name) for name in ids), count)
+            certain = None if self._speculative else captures.plan_at(first.tolist())
+        if certain is not None:
+            plan, num_rows = certain, certain.num_rows
+            wanted = [(stream.index.projection, stream.arena_rows) for stream in certain.streams]
+        else:
+            # Only the device knows the positions, so every transfer takes all rows.
+            plan = UncertainPlan((np.cumsum(batch.count) - batch.count)[capturing], captures.plan_at)
+            num_rows, position = captures.max_captured_rows(), batch.layout().position
+            wanted = [(projection, None) for projection in captures.projections()]
+        stored = store.tables.arena[:num_rows]
+
+        def start() -> PendingRows:
+            transfers = (Transfer(name, rows, store.directions(name) if name else None) for name, rows in wanted)
+            return self._copier.start(stored, position, plan, tuple(transfers))
+
+        self._planned = start if len(stored) else None
 
     def _steady_batch(self, ids: tuple[str, ...]) -> SteadyCaptureBatch:
         """Return the plan of a batch in which every request has reached its last segment.
@@ -91,30 +96,6 @@ class RowCapture:
             steady = SteadyCaptureBatch(ids, tuple(self._store.resolved_of(name).segments[-1].program for name in ids))
             self._steady = (self._store.changes, steady)
         return steady
-
-    def start_copy(self) -> None:
-        """Start copying the rows that the forward pass has stored, on the same stream."""
-        stored, self._stored = self._stored, None
-        if stored is not None:
-            rows = self._arena[: stored.num_rows]
-            self._pending = self._copier.start(rows, stored.position, stored.plan, self._transfers(stored.plan))
-
-    def _transfers(self, plan: CapturePlan | CaptureBatch) -> tuple[Transfer, ...]:
-        wanted: list[tuple[bytes, npt.NDArray[np.int64] | None]]
-        if isinstance(plan, CapturePlan):
-            wanted = [(stream.index.projection, stream.arena_rows) for stream in plan.streams]
-        else:
-            # Only the device knows the positions, so every transfer takes all rows.
-            wanted = [(projection, None) for projection in plan.projections()]
-        return tuple(
-            Transfer(projection, rows, self._store.directions(projection) if projection else None)
-            for projection, rows in wanted
-        )
-
-    def take_rows(self) -> tuple[PendingRows, ...]:
-        """Return the captured rows of the last step, once."""
-        pending, self._pending = self._pending, None
-        return () if pending is None else (pending,)
 
     @contextmanager
     def enabled_on_every_rank(self) -> Iterator[None]:

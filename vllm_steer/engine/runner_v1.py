@@ -96,12 +96,7 @@ class SteeringRunnerV1:
 
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         steering: WorkerSteeringManager = self.steering
-        if steering.active:
-            steering.begin_step(self._steer_step_batch(kwargs))
-        else:
-            steering.begin_idle_step()
-        if steering.hooked:
-            steering.begin_hooks(self._steer_step_batch(kwargs))
+        steering.begin(lambda: self._steer_step_batch(kwargs))
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         steering.end_step()
         return output

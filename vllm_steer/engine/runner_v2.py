@@ -117,12 +117,10 @@ def _steering_state(base: Any) -> Any:
             self.steering_step_is_real = True
 
         def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
-            if self.steering_step_is_real and self.steering.active:
-                self.steering.begin_step(_step_batch(input_batch))
+            if self.steering_step_is_real:
+                self.steering.begin(lambda: _step_batch(input_batch))
             else:
                 self.steering.begin_idle_step()
-            if self.steering_step_is_real and self.steering.hooked:
-                self.steering.begin_hooks(_step_batch(input_batch))
             self.steering_step_is_real = False
             result: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
             return result

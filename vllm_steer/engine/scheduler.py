@@ -307,7 +307,7 @@ class SteeringSchedulerMixin:
         started += perf_counter() - upstream
         self._end_refused(outputs)
         if stopped:
-            self._end_stopped(outputs, stopped)
+            self._end(outputs, stopped, RequestStatus.FINISHED_STOPPED)
         self.steering_row_sender.attach_to(outputs)
         self._steering_stats.seconds += perf_counter() - started
         self._steering_stats.attach_to(outputs, model_runner_output)
@@ -351,9 +351,9 @@ class SteeringSchedulerMixin:
         column = program.layout.readouts[compiled.readout]
         return stop_reason(program.readouts[compiled.readout].name, stop.position, float(stop.record[column]))
 
-    def _end_stopped(self: Any, outputs: Any, reasons: dict[str, str]) -> None:
-        """End requests with which a readout's stop fired."""
-        for request in self.finish_requests(list(reasons), RequestStatus.FINISHED_STOPPED):
+    def _end(self: Any, outputs: Any, reasons: dict[str, str], status: Any) -> None:
+        """End requests with an output that carries the reason."""
+        for request in self.finish_requests(list(reasons), status):
             output = EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],
@@ -365,21 +365,13 @@ class SteeringSchedulerMixin:
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
 
     def _end_refused(self: Any, outputs: Any) -> None:
-        """End requests that timed out or can never start, with an output that carries the reason."""
+        """End requests that timed out or can never start."""
         timed_out = self.steering_admission.timed_out() if self.pause_state is PauseState.UNPAUSED else {}
         self._steering_stats.timed_out += len(timed_out)
-        reasons = {**timed_out, **self._malformed}
+        reasons = {name: REFUSED + reason for name, reason in {**timed_out, **self._malformed}.items()}
         self._malformed.clear()
-        for request in self.finish_requests(list(reasons), RequestStatus.FINISHED_ERROR) if reasons else ():
-            output = EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=request.get_finished_reason(),
-                stop_reason=REFUSED + reasons[request.request_id],
-                events=request.take_events(),
-                trace_headers=request.trace_headers,
-            )
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        if reasons:
+            self._end(outputs, reasons, RequestStatus.FINISHED_ERROR)
 
     def _free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._with_program.pop(request.request_id, None)

@@ -181,7 +181,9 @@ def _check_lens(runner: SelfCheckRunner, steering: WorkerSteeringManager, epsilo
 
     All ranks run the step.
     """
-    rows, hidden = runner.run_to_norm(("post_block", steering.decoder.num_layers - 1))
+    site: Site = "post_block", steering.decoder.num_layers - 1
+    found, hidden = runner.run_to_end(CheckRequest(captures=(site,), donor=False))
+    rows = found.get(site)
     head = steering.heads.heads.get(LENS)
     if head is None:
         return steering.no_lens
@@ -209,7 +211,7 @@ def _compare_untapped(runner: SelfCheckRunner, captured: Sequence[Site], epsilon
     Pipeline stages before the last have no final hidden states; the last stage's depend on theirs.
     """
     tapped, untapped = (
-        [runner.run_to_end(CheckRequest(donor, captures=tuple(sites))) for donor in (False, True)]
+        [runner.run_to_end(CheckRequest(donor, captures=tuple(sites)))[1] for donor in (False, True)]
         for sites in (captured, ())
     )
     found = [rows for rows in (*tapped, *untapped) if rows is not None]

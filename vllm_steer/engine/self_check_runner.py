@@ -93,19 +93,14 @@ class SelfCheckRunner:
         batches = [requests[start : start + size] for start in range(0, len(requests), size)]
         return [result for batch in batches for result in self._step(batch)]
 
-    def run_to_end(self, request: CheckRequest) -> Rows | None:
-        """Run one request and return its final hidden states, None on pipeline stages before the last."""
-        found: list[Rows | None] = []
-        self._step([request], lambda: found.append(self._hidden_states()))
-        return found[0]
+    def run_to_end(self, request: CheckRequest) -> tuple[dict[Site, Rows], Rows | None]:
+        """Run one request and return its captured rows and its final hidden states.
 
-    def run_to_norm(self, site: Site) -> tuple[Rows | None, Rows | None]:
-        """Run one request and return its rows at a site and its final hidden states; None if this rank lacks them."""
+        Sites of other pipeline stages are missing, and hidden states on all stages but the last.
+        """
         found: list[Rows | None] = []
-        ((_, rows),) = self._step(
-            [CheckRequest(captures=(site,), donor=False)], lambda: found.append(self._hidden_states())
-        )
-        return rows.get(site), found[0]
+        ((_, rows),) = self._step([request], lambda: found.append(self._hidden_states()))
+        return rows, found[0]
 
     def finish(self) -> None:
         """Remove the last step's requests from the runner."""

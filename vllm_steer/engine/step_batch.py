@@ -32,3 +32,9 @@ class StepBatch:
     first: npt.NDArray[np.int64]
     count: npt.NDArray[np.int64]
     num_padded: int
+
+    def ids_of(self, requests: npt.NDArray[np.int64]) -> tuple[str, ...]:
+        """Return the ids of the requests with these indices, in ascending order."""
+        if len(requests) == len(self.ids):
+            return tuple(self.ids)
+        return tuple(self.ids[i] for i in requests.tolist())

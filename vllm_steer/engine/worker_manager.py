@@ -94,11 +94,11 @@ class WorkerSteeringManager:
         self.graph_sets = graph_sets
         self.compare_plain_code = compare_plain_code
         self.self_check: dict[str, Any] = {"ran": False, "reason": "the engine is still starting"}
-        copier = DeviceToHostCopier(store.tables.device, ops.products_at)
-        self.capture = RowCapture(store, copier, enabled=captures, speculative=speculative)
+        self._copier = DeviceToHostCopier(store.tables.device, ops.products_at)
+        self.capture = RowCapture(store, self._copier, enabled=captures, speculative=speculative)
         self.heads = HeadReadouts(store, heads, ops, enabled=captures, speculative=speculative)
         self.no_lens = no_lens
-        self.records = RecordCopy(store, copier, enabled=captures, speculative=speculative)
+        self.records = RecordCopy(store, self._copier, enabled=captures, speculative=speculative)
         self._recorded: BatchLayout | None = None
         # Drafts of the last step that were computed with wrong factors, by request.
         self._wrong: torch.Tensor | None = None
@@ -137,6 +137,16 @@ class WorkerSteeringManager:
         self.tables.restore(saved.tables)
         for tensor, contents in zip(self.allocated, saved.allocated, strict=True):
             tensor.copy_(contents)
+
+    def begin(self, describe: Callable[[], StepBatch]) -> None:
+        """Prepare the forward pass of a real step; ``describe`` is called if a request or a user hook needs it."""
+        if self.active:
+            self.begin_step(describe())
+        else:
+            self.begin_idle_step()
+        if self.hooks is not None and self.hooks.registered:
+            batch = describe()
+            self.hooks.begin(batch.ids, batch.first.tolist(), batch.count.tolist())
 
     @_timed
     def begin_step(self, batch: StepBatch) -> None:
@@ -217,16 +227,6 @@ class WorkerSteeringManager:
     def _assign_rows(self, layout: BatchLayout, num_padded: int) -> None:
         self._ops.assign_rows(self.tables, layout, num_padded)
 
-    @property
-    def hooked(self) -> bool:
-        """Whether user hooks are registered."""
-        return self.hooks is not None and self.hooks.registered
-
-    def begin_hooks(self, batch: StepBatch) -> None:
-        """Prepare the user hooks for the forward pass of a real step while :attr:`hooked`."""
-        if self.hooks is not None:
-            self.hooks.begin(batch.ids, batch.first.tolist(), batch.count.tolist())
-
     def begin_idle_step(self) -> None:
         """Prepare a forward pass without steered or captured requests: a plain step, a dummy or a capture run."""
         self.store.flush()
@@ -284,7 +284,7 @@ class WorkerSteeringManager:
             return None
         seconds, self._seconds = self._seconds, 0.0
         self._worked = False
-        return WorkerStats(seconds, self.capture.num_pinned_bytes)
+        return WorkerStats(seconds, self._copier.num_bytes)
 
     def capabilities(self) -> dict[str, Any]:
         """Return what this rank serves, in builtin types: vLLM sends it to the front end as an RPC result."""

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from vllm_steer.taps.tables import upload
+
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "gelu": functional.gelu,
@@ -44,5 +46,4 @@ class MlpHead:
 
 
 def _on_device(numbers: bytes, device: torch.device) -> torch.Tensor:
-    host = torch.from_numpy(np.frombuffer(numbers, "<f4").copy())
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return upload(torch.from_numpy(np.frombuffer(numbers, "<f4").copy()), device)

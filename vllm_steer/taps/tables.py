@@ -65,6 +65,11 @@ _ALIGNED_COLUMNS = 16 // torch.int32.itemsize
 """Columns of ``head`` in 16 bytes, the alignment that Inductor assumes."""
 
 
+def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on a device, copied on the current stream without a sync."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
 def _head_stride(points: Sequence[PointName]) -> int:
     """Return the distance between two layers in ``head``, in columns."""
     return -(-len(points) // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
