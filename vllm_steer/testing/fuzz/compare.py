@@ -104,7 +104,7 @@ def compare(request: Request, got: Answer, right: Answer, tolerance: Tolerance, 
     counts.by_module += request.module
     counts.globally += bool(request.globally)
     counts.streamed += request.stream
-    counts.gated += any(edit.when for edit in request.edits)
+    counts.gated += any("when" in edit for edit in request.edits)
     counts.live += bool(request.strengths)
     counts.stopped += any(sample.stop is not None for sample in got.samples)
     if len(got.samples) != len(right.samples):
@@ -164,7 +164,7 @@ def _compare_rows(
     captured, expected_sites = ([site for site in each.rows if site[1] != READOUT] for each in (got, right))
     if captured != expected_sites or got.rows.keys() != right.rows.keys():
         return f"capture has sites {list(got.rows)}, expected {list(right.rows)}"
-    form = None if request.capture is None else request.capture.reduce
+    form = None if request.capture is None else request.capture.get("reduce")
     reduced = form in ("mean", "last")
     for (point, layer), (positions, rows) in got.rows.items():
         expected_positions, expected = right.rows[point, layer]
@@ -186,7 +186,7 @@ def _compare_rows(
         # NaN compares as false, so it counts as different.
         distance = (rows - expected).norm(dim=1) / scale
         # The error of a projection scales with the norm of the row, which is larger than the projection.
-        limit = tolerance.row * (20 if readout or form == "directions" else 1)
+        limit = tolerance.row * (20 if readout or isinstance(form, dict) else 1)
         if (form is None or readout) and int((~(distance <= limit)).sum()) <= max(len(rows) // 20, 1):
             limit *= tolerance.outlier / tolerance.row
         bad = (~(distance <= limit)).nonzero().flatten().tolist()

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from vllm_steer.request import KINDS
 from vllm_steer.request.hidden_layer import ACTIVATIONS
-from vllm_steer.testing.fuzz.draw_reactive import draw_part, draw_reactive
+from vllm_steer.testing.fuzz.draw_reactive import draw_part, draw_reactive, probe_form
 from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers
-from vllm_steer.testing.fuzz.workload import TIERS, CaptureCase, EditCase, ReadoutCase, Request, Settings
+from vllm_steer.testing.fuzz.workload import SAE, TIERS, Form, Request, Settings
 
 MAX_MODEL_LEN = 256
 NUM_PREFIXES, PREFIX_LENGTH = 4, 96
@@ -20,8 +18,8 @@ MATRIX_TOKENS: tuple[Any, ...] = ([0, 2], [1, 2, 3], [0, -1], [-3, -1])
 """Positions of edits with a matrix. Prompts have at least 4 tokens."""
 POSITIONS: tuple[Any, ...] = ("last_prompt", "all_prompt", "all_generated", "all", [0, [3, 9], -2], [[-1, None]], [-1])
 DRAWN_PARAMETERS = {"vector", "strength", "dose", "low", "high", "subspace"}
-"""Parameters that :class:`EditCase` has, and ``dose``, which is a strength in another unit; kinds with other parameters
-are not drawn."""
+"""Parameters that are drawn, and ``dose``, which is a strength in another unit; kinds with others are not drawn."""
+NUM_DIRECTIONS = 2
 
 
 def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
@@ -41,8 +39,8 @@ def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
                 grows, keep = parent.name, int(rng.integers(1, min(parent.max_tokens, 40) + 1))
                 if rng.random() < 0.6:
                     options = {"edits": parent.edits, "salt": parent.salt}
-                    if any(edit.when for edit in parent.edits):
-                        options["readouts"] = [each for each in parent.readouts if each.name]
+                    if any("when" in edit for edit in parent.edits):
+                        options["readouts"] = _named(parent.readouts)
         prefix = (
             prefixes[int(rng.integers(NUM_PREFIXES))][: int(rng.choice([20, 64, PREFIX_LENGTH]))]
             if rng.random() < 0.6
@@ -57,17 +55,18 @@ def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
             options["globally"] = global_sets[int(rng.integers(len(global_sets)))]
         if rng.random() < 0.45:
             options["capture"] = _draw_capture(rng, facts)
-        if options.get("edits") and rng.random() < 0.25 and all(edit.in_module for edit in options["edits"]):
+        if options.get("edits") and rng.random() < 0.25 and all(map(_fits_module, options["edits"])):
             options["module"] = True
         if rng.random() < 0.15:
             options["stream"] = True
         if not options.get("salt") and rng.random() < 0.1:
             options["salt"] = "ab"[int(rng.integers(2))]
+        given: dict[str, Form] = options.get("readouts", {})
         drawn = _draw_readouts(rng.spawn(1)[0], facts)
-        if drawn:
-            options["readouts"] = [*options.get("readouts", []), *drawn]
-        if not options.get("module") and not any(edit.when for edit in options.get("edits", ())):
+        options["readouts"] = given | {f"r{number}": each for number, each in enumerate(drawn, len(given))}
+        if not options.get("module") and not any("when" in edit for edit in options.get("edits", ())):
             reactive = draw_reactive(rng.spawn(1)[0], facts)
+            options["readouts"] |= reactive.pop("readouts")
             options.update({name: [*options.get(name, []), *each] for name, each in reactive.items() if each})
         if rng.random() < 0.1:
             options["n"] = int(rng.integers(2, 4))
@@ -127,7 +126,18 @@ def draw_settings(rng: Random, facts: ModelFacts, graphs: bool = False) -> Setti
     return Settings(engine=engine, steering=steering)
 
 
-def _draw_edits(rng: Random, facts: ModelFacts) -> list[EditCase]:
+def _named(readouts: dict[str, Form]) -> dict[str, Form]:
+    """Return the readouts that conditions use."""
+    return {name: each for name, each in readouts.items() if name.startswith("p")}
+
+
+def _fits_module(edit: Form) -> bool:
+    """Return whether a module can have the edit."""
+    other = {"subspace", "when", "live", "feature"} & edit.keys() or "rows" in edit["vector"]
+    return not other and not isinstance(edit.get("tokens"), dict)
+
+
+def _draw_edits(rng: Random, facts: ModelFacts) -> list[Form]:
     edits = []
     for _ in range(int(rng.choice([1, 1, 2, 3]))):
         kind, field = "add", TIERS[int(rng.integers(3))]
@@ -139,55 +149,69 @@ def _draw_edits(rng: Random, facts: ModelFacts) -> list[EditCase]:
         edit = draw_edit(rng, facts, field, kind, **given)
         if kind == "clamp":
             bound = str(rng.choice(["low", "high"]))
-            edit = msgspec.structs.replace(edit, **{bound: edit.length * float(rng.choice([-0.2, 0.2]))})
+            edit[bound] = edit["vector"]["length"] * float(rng.choice([-0.2, 0.2]))
         if kind == "replace":
             drawn = rng.spawn(1)[0]
-            matrix = bool(drawn.random() < 0.5)
-            tokens = MATRIX_TOKENS[int(drawn.integers(len(MATRIX_TOKENS)))] if matrix else edit.tokens
-            directions = int(drawn.choice([0, 0, 1, 3]))
-            edit = msgspec.structs.replace(edit, matrix=matrix, tokens=tokens, directions=directions)
+            seed = edit["vector"]["seed"]
+            if drawn.random() < 0.5:
+                edit["tokens"] = MATRIX_TOKENS[int(drawn.integers(len(MATRIX_TOKENS)))]
+                edit["vector"]["rows"] = len(edit["tokens"])
+            if directions := int(drawn.choice([0, 0, 1, 3])):
+                edit["subspace"] = {"seed": seed + 99, "rows": directions, "length": 1.0}
         edits.append(edit)
     return edits
 
 
-def _draw_global_edits(rng: Random, facts: ModelFacts) -> list[EditCase]:
+def _draw_global_edits(rng: Random, facts: ModelFacts) -> list[Form]:
     """Draw one or two additions, each in its own tier."""
     tiers = rng.choice(TIERS, int(rng.integers(1, 3)), replace=False)
     return [draw_edit(rng, facts, str(tier), "add") for tier in tiers]
 
 
-def _draw_readouts(rng: Random, facts: ModelFacts) -> list[ReadoutCase]:
+def _draw_readouts(rng: Random, facts: ModelFacts) -> list[Form]:
     """Draw a probe, a lens, both or, mostly, nothing; in place of the probe also projections or features."""
     drawn = [
-        ReadoutCase(
-            layers=draw_layers(rng, facts, 2),
-            positions=POSITIONS[int(rng.integers(len(POSITIONS)))],
-            seed=int(rng.integers(1 << 30)),
-            top_k=top_k,
+        (
+            draw_layers(rng, facts, 2),
+            POSITIONS[int(rng.integers(len(POSITIONS)))],
+            int(rng.integers(1 << 30)),
+            is_lens,
         )
-        for top_k in (0, 3)
+        for is_lens in (False, True)
         if rng.random() < 0.2
     ]
     form = str(rng.choice(["", "sigmoid", "cosine", "projections", "sae", *ACTIVATIONS]))
-    if rng.random() < 0.15:
-        part = draw_part(rng, facts)
-        drawn = [msgspec.structs.replace(each, positions=part) for each in drawn]
+    part = draw_part(rng, facts) if rng.random() < 0.15 else None
     return [
-        each if each.top_k else msgspec.structs.replace(each, form=form, top_k=4 if form == "sae" else 0)
-        for each in drawn
+        {
+            "point": "post_block",
+            "positions": positions if part is None else part,
+            **({"lens": {"top_k": 3}, "layers": layers} if is_lens else {"layer": layers[0], **_single(form, seed)}),
+        }
+        for layers, positions, seed, is_lens in drawn
     ]
 
 
-def _draw_capture(rng: Random, facts: ModelFacts) -> CaptureCase:
+def _single(form: str, seed: int) -> Form:
+    """Return the fields of a readout of one layer."""
+    if form == "sae":
+        return {"sae": SAE, "top_k": 4}
+    if form == "projections":
+        return {"projections": {"seed": seed, "rows": NUM_DIRECTIONS, "length": 1.0}}
+    return probe_form(form, seed)
+
+
+def _draw_capture(rng: Random, facts: ModelFacts) -> Form:
     if facts.layers <= 8 and rng.random() < 0.4:
         hooks: dict[str, Any] = dict.fromkeys(facts.points, "all")
     else:
         points = rng.choice(facts.points, int(rng.integers(1, len(facts.points) + 1)), replace=False)
         hooks = {str(point): draw_layers(rng, facts, 3) for point in points}
-    return CaptureCase(
-        hooks=hooks,
-        positions=POSITIONS[int(rng.integers(len(POSITIONS)))],
-        before=bool(rng.random() < 0.25),
-        dtype="float32" if rng.random() < 0.2 else None,
-        reduce=[None, None, None, "mean", "last", "directions"][int(rng.integers(6))],
-    )
+    spec: Form = {"hooks": hooks, "positions": POSITIONS[int(rng.integers(len(POSITIONS)))]}
+    if rng.random() < 0.25:
+        spec["before"] = True
+    if rng.random() < 0.2:
+        spec["dtype"] = "float32"
+    directions = {"directions": {"seed": 0, "rows": NUM_DIRECTIONS, "length": 1.0}}
+    reduce = [None, None, None, "mean", "last", directions][int(rng.integers(6))]
+    return spec if reduce is None else {**spec, "reduce": reduce}

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.request.hidden_layer import ACTIVATIONS
 from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers
-from vllm_steer.testing.fuzz.workload import NUM_FEATURES, EditCase, GateCase, ReadoutCase
+from vllm_steer.testing.fuzz.workload import NUM_FEATURES, SAE, Form
 
 WINDOWS: tuple[dict[str, Any], ...] = (
     {"window": "token"},
@@ -31,7 +30,9 @@ WINDOWS: tuple[dict[str, Any], ...] = (
 )
 """Hard conditions compare single scores, so that a tie is visible in the scores; averages are soft."""
 BOUNDED = ("tanh",)
-"""Forms of probes whose values do not grow with the rows."""
+"""Activations of probes whose values do not grow with the rows."""
+NUM_UNITS = 6
+"""Hidden units of a probe with a hidden layer."""
 TOKENS: tuple[Any, ...] = ("all", "prompt", "generated", [[-2, None]], [[3, 40]])
 
 
@@ -46,28 +47,30 @@ def draw_part(rng: Random, facts: ModelFacts) -> dict[str, Any]:
     return {"between" if rng.random() < 0.6 else "outside": [int(start), int(end)], **opened}
 
 
-def draw_reactive(rng: Random, facts: ModelFacts) -> dict[str, list[Any]]:
+def draw_reactive(rng: Random, facts: ModelFacts) -> dict[str, Any]:
     """Return readouts, edits and stops to add to a request, mostly none."""
-    drawn: dict[str, list[Any]] = {"readouts": [], "edits": [], "stops": []}
+    drawn: dict[str, Any] = {"readouts": {}, "edits": [], "stops": []}
     if facts.layers > 1 and rng.random() < 0.3:
         for number in range(int(rng.integers(1, 3))):
-            readout = _draw_probe(rng, facts, f"p{number}")
-            edits = [_draw_gated_edit(rng, facts, readout) for _ in range(int(rng.integers(0, 3)))]
+            name, readout = f"p{number}", _draw_probe(rng, facts)
+            edits = [_draw_gated_edit(rng, facts, name, readout) for _ in range(int(rng.integers(0, 3)))]
             drawn["edits"] += edits
             # Ties need the scores that conditions use; a prompt whose scores are not returned may be cached.
-            prompts = [edit for edit in edits if isinstance(edit.tokens, list) or edit.tokens in ("all", "prompt")]
-            if not prompts and all(edit.when[0].window != "prompt" for edit in edits):
-                readout = msgspec.structs.replace(readout, positions=[[-1, None]])
-            drawn["readouts"].append(readout)
+            prompts = [
+                edit for edit in edits if isinstance(edit["tokens"], list) or edit["tokens"] in ("all", "prompt")
+            ]
+            if not prompts and all(edit["when"][0]["window"] != "prompt" for edit in edits):
+                readout["positions"] = [[-1, None]]
+            drawn["readouts"][name] = readout
             if rng.random() < 0.4:
                 count = int(rng.integers(1, 4))
-                stop = _draw_gate(rng, facts, readout, {"tokens": count}, 0.7 if count == 1 else 0.2)
+                stop = _draw_gate(rng, facts, name, readout, {"tokens": count}, 0.7 if count == 1 else 0.2)
                 if rng.random() < 0.3:
-                    stop = msgspec.structs.replace(stop, positions=draw_part(rng, facts))
+                    stop["positions"] = draw_part(rng, facts)
                 drawn["stops"].append(stop)
     if rng.random() < 0.1:
         edit = draw_edit(rng, facts, "steering", "add", tokens="all")
-        drawn["edits"].append(msgspec.structs.replace(edit, live=float(rng.uniform(-1, 1))))
+        drawn["edits"].append({**edit, "live": float(rng.uniform(-1, 1))})
     if rng.random() < 0.1:
         drawn["edits"].append(_draw_feature_edit(rng, facts))
     if rng.random() < 0.08:
@@ -75,42 +78,58 @@ def draw_reactive(rng: Random, facts: ModelFacts) -> dict[str, list[Any]]:
     return drawn
 
 
-def _draw_probe(rng: Random, facts: ModelFacts, name: str) -> ReadoutCase:
+def probe_form(form: str, seed: int) -> Form:
+    """Return the fields of a probe: plain, with ``sigmoid`` or ``cosine``, or with a hidden layer of an activation."""
+    weights = {"seed": seed, "length": 1.0}
+    if form not in ACTIVATIONS:
+        return {"probe": weights, **({form: True} if form else {})}
+    outputs = {"seed": seed, "length": NUM_UNITS**0.5, "width": NUM_UNITS}
+    biases = {"seed": seed + 1, "length": 0.1 * NUM_UNITS**0.5, "width": NUM_UNITS}
+    layer = {"weights": {**weights, "rows": NUM_UNITS}, "outputs": outputs, "biases": biases, "activation": form}
+    return {"probe": layer}
+
+
+def activation_of(readout: Form) -> str | None:
+    """Return the activation of a probe with a hidden layer; None for other probes."""
+    activation: str | None = readout["probe"].get("activation")
+    return activation
+
+
+def _draw_probe(rng: Random, facts: ModelFacts) -> Form:
     # The last layer has no edits behind it.
     layer = int(rng.integers(facts.layers - 1))
     form = str(rng.choice(["", "", "cosine", *ACTIVATIONS]))
-    return ReadoutCase(layers=[layer], positions="all", seed=int(rng.integers(1 << 30)), name=name, form=form)
+    return {**probe_form(form, int(rng.integers(1 << 30))), "point": "post_block", "layer": layer, "positions": "all"}
 
 
-def _spread(facts: ModelFacts, readout: ReadoutCase) -> float:
+def _spread(facts: ModelFacts, readout: Form) -> float:
     """Return the typical size of a readout's values."""
-    if readout.form == "cosine":
+    if "cosine" in readout:
         return float(facts.hidden**-0.5)
     # Outputs have norm sqrt(NUM_UNITS), and about half of the units are active.
-    place = len(POINT_NAMES) * readout.layers[0] + POINT_NAMES.index("post_block")
-    if readout.form in BOUNDED:
-        return 1.0
-    return float(facts.scale[place] * facts.hidden**-0.5)
+    place = len(POINT_NAMES) * readout["layer"] + POINT_NAMES.index("post_block")
+    return 1.0 if activation_of(readout) in BOUNDED else float(facts.scale[place] * facts.hidden**-0.5)
 
 
 def _draw_gate(
-    rng: Random, facts: ModelFacts, readout: ReadoutCase, window: dict[str, Any], shift: float = 0.0
-) -> GateCase:
+    rng: Random, facts: ModelFacts, name: str, readout: Form, window: dict[str, Any], shift: float = 0.0
+) -> Form:
     spread = _spread(facts, readout)
     above = bool(rng.random() < 0.6)
     sign = 1 if above else -1
+    direction, other = ("above", "below") if above else ("below", "above")
     given = dict(window)
     bound = spread * sign * (shift + float(rng.normal()) * 0.4)
     if "sharpness" in given:
         given["sharpness"] /= spread
     if "release" in given:
-        given["release"] = bound - sign * spread * float(rng.uniform(0.2, 0.8))
-    return GateCase(readout=readout.name, bound=bound, above=above, **given)
+        given["release"] = {other: bound - sign * spread * float(rng.uniform(0.2, 0.8))}
+    return {"readout": name, direction: bound, **given}
 
 
-def _draw_gated_edit(rng: Random, facts: ModelFacts, readout: ReadoutCase) -> EditCase:
+def _draw_gated_edit(rng: Random, facts: ModelFacts, name: str, readout: Form) -> Form:
     window = WINDOWS[int(rng.integers(len(WINDOWS)))]
-    while readout.form in ACTIVATIONS and window["window"] == "token":
+    while activation_of(readout) and window["window"] == "token":
         # Its value comes after the forward pass.
         window = WINDOWS[int(rng.integers(len(WINDOWS)))]
     in_parts = window["window"] in ("previous", "latch") and window.get("over") != "mean"
@@ -122,17 +141,17 @@ def _draw_gated_edit(rng: Random, facts: ModelFacts, readout: ReadoutCase) -> Ed
         tokens = draw_part(rng, facts)
     edit = draw_edit(rng, facts, "steering", kind, tokens=tokens)
     if window["window"] == "token":
-        layers = sorted(int(rng.integers(readout.layers[0] + 1, facts.layers)) for _ in range(2))
-        edit = msgspec.structs.replace(edit, layers=sorted(set(layers)))
-    return msgspec.structs.replace(edit, when=[_draw_gate(rng, facts, readout, window)])
+        edit["layers"] = sorted({int(rng.integers(readout["layer"] + 1, facts.layers)) for _ in range(2)})
+    return {**edit, "when": [_draw_gate(rng, facts, name, readout, window)]}
 
 
-def _draw_feature_edit(rng: Random, facts: ModelFacts) -> EditCase:
+def _draw_feature_edit(rng: Random, facts: ModelFacts) -> Form:
     layers = draw_layers(rng, facts, 2)
     point = str(rng.choice([each for each in ("pre_attn", "post_attn", "post_block") if each in facts.points]))
     scale = facts.scale[len(POINT_NAMES) * layers[0] + POINT_NAMES.index(point)]
     change: dict[str, Any] = {"set" if rng.random() < 0.5 else "add": scale * float(rng.uniform(-0.5, 1.0))}
-    return EditCase(
-        field="steering", kind="feature", point=point, layers=layers, seed=0, length=0.0,
-        tokens=str(rng.choice(["all", "generated"])), feature=int(rng.integers(NUM_FEATURES)), **change,
-    )  # fmt: skip
+    tokens = str(rng.choice(["all", "generated"]))
+    return {
+        "field": "steering", "kind": "feature", "point": point, "layers": layers, "tokens": tokens, "sae": SAE,
+        "feature": int(rng.integers(NUM_FEATURES)), **change,
+    }  # fmt: skip

@@ -14,7 +14,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.outputs import ROW_RECEIVER
 from vllm_steer.metrics.definitions import TABLES
 from vllm_steer.testing.fuzz.answers import Answer, AnswerCollector
-from vllm_steer.testing.fuzz.workload import MODULE, EditCase, Request, module_of, prompt_of, sampling_params
+from vllm_steer.testing.fuzz.workload import MODULE, Form, Request, module_of, prompt_of, sampling_params
 
 MAX_STEPS_WITHOUT_OUTPUT = 4000
 """Steps without output after which the engine is considered stuck."""
@@ -75,7 +75,7 @@ def _drive(llm: Any, waiting: list[Request], hidden: int, done: Run) -> None:
     aborts: dict[str, int] = {}
     due = waiting[0].gap if waiting else 0
     silent_steps = 0
-    in_force: Sequence[EditCase] = ()
+    in_force: Sequence[Form] = ()
     while waiting or engine.has_unfinished_requests():
         while waiting and done.steps >= due:
             i = next((i for i, r in enumerate(waiting) if r.grows not in names or r.grows in done.answers), None)
@@ -117,7 +117,7 @@ def _drive(llm: Any, waiting: list[Request], hidden: int, done: Run) -> None:
         _set_global_steering(llm, (), hidden)
 
 
-def _set_global_steering(llm: Any, edits: Sequence[EditCase], hidden: int) -> None:
+def _set_global_steering(llm: Any, edits: Sequence[Form], hidden: int) -> None:
     """Set the global steering for the requests that arrive from now on."""
     if edits:
         llm.steering.set(**module_of(edits, hidden), replace=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from vllm_steer.points import POINT_NAMES, points_on
-from vllm_steer.testing.fuzz.workload import EditCase
+from vllm_steer.testing.fuzz.workload import Form
 
 Random: TypeAlias = np.random.Generator
 
@@ -37,12 +37,13 @@ def draw_layers(rng: Random, facts: ModelFacts, most: int) -> list[int]:
     return sorted(int(layer) for layer in rng.choice(facts.layers, count, replace=False))
 
 
-def draw_edit(rng: Random, facts: ModelFacts, field: str, kind: str, **given: Any) -> EditCase:
+def draw_edit(rng: Random, facts: ModelFacts, field: str, kind: str, **given: Any) -> Form:
     """Draw an edit at one or two layers of a point, with a norm comparable to the rows there."""
     point = str(rng.choice(facts.points))
     layers = draw_layers(rng, facts, 2)
     length = facts.scale[len(POINT_NAMES) * layers[0] + POINT_NAMES.index(point)] * float(rng.uniform(0.3, 1.2))
-    return EditCase(
-        field=field, kind=kind, point=point, layers=layers, seed=int(rng.integers(1 << 30)), length=length,
-        strength=float(rng.uniform(0.4, 1.0)), **given,
-    )  # fmt: skip
+    drawn = {"seed": int(rng.integers(1 << 30)), "length": length}
+    strength = float(rng.uniform(0.4, 1.0))
+    return {
+        "field": field, "kind": kind, "point": point, "layers": layers, "vector": drawn, "strength": strength, **given,
+    }  # fmt: skip

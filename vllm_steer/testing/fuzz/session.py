@@ -118,14 +118,8 @@ class Session:
             settings.steering.update(with_points(self.points))
         requests, right = self._comparator.references(drawn)
         if right.broken:
-            self._record(
-                report,
-                number,
-                {"": f"the reference engine failed: {right.broken}"},
-                reference_settings(),
-                requests,
-                None,
-            )
+            problems = {"": f"the reference engine failed: {right.broken}"}
+            self._record(report, number, problems, reference_settings(), requests, None)
             return
         for settings in all_settings:
             if over():
@@ -161,12 +155,15 @@ class Session:
         )
         mixed = [
             msgspec.structs.replace(
-                request, abort_after=None, stops=[], readouts=[each for each in request.readouts if not each.is_lens]
+                request,
+                abort_after=None,
+                stops=[],
+                readouts={name: each for name, each in request.readouts.items() if "lens" not in each},
             )
             for request in requests
         ]
         stripped = [
-            msgspec.structs.replace(request, edits=[], globally=[], capture=None, readouts=[], module=False)
+            msgspec.structs.replace(request, edits=[], globally=[], capture=None, readouts={}, module=False)
             for request in mixed
         ]
         with engine(self.model, self.dtype, uncontended) as llm:

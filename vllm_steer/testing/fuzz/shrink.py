@@ -164,33 +164,37 @@ def _simplify_requests(comparator: Comparator, settings: Settings, requests: lis
 def _simpler_forms(request: Request, hidden: int) -> Iterator[Request]:
     """Yield valid forms of the request with one property removed, or with fewer tokens."""
     forms = list(_without_one(request))
-    if request.capture is not None and len(request.capture.hooks) > 1:
-        hooks = ({point: layers} for point, layers in request.capture.hooks.items())
-        forms += [_with(request, capture=_with(request.capture, hooks=each)) for each in hooks]
     tokens, prompt = request.max_tokens, request.prompt
     forms += [_with(request, max_tokens=each) for each in sorted({1, tokens // 4, tokens // 2} - {0, tokens})]
     lengths = sorted({8, len(prompt) // 4, len(prompt) // 2} - {0})
     forms += [_with(request, prompt=prompt[:length]) for length in lengths if length < len(prompt)]
     for simpler in forms:
-        with suppress(SteeringError):
+        with suppress(SteeringError, KeyError, TypeError):  # a field that is not optional is missing
             sampling_params(simpler.standalone, hidden)
             yield simpler
 
 
-def _without_one(value: _Struct) -> Iterator[_Struct]:
-    """Yield forms of a struct in which one field has its default, or an item of a list is removed or simpler."""
-    for field in msgspec.structs.fields(value):
-        now = getattr(value, field.name)
+def _without_one(request: Request) -> Iterator[Request]:
+    """Yield forms of a request in which one field has its default, or one item of a field is removed or simpler."""
+    for field in msgspec.structs.fields(request):
+        now = getattr(request, field.name)
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         forms = [] if default is msgspec.NODEFAULT or now == default else [default]
-        if isinstance(now, msgspec.Struct):
-            forms += _without_one(now)
-        elif isinstance(now, list):
-            for i, item in enumerate(now):
-                if isinstance(item, msgspec.Struct):
-                    forms += [[*now[:i], *now[i + 1 :]]] if len(now) > 1 else []
-                    forms += [[*now[:i], simpler, *now[i + 1 :]] for simpler in _without_one(item)]
-        yield from (_with(value, **{field.name: form}) for form in forms)
+        if field.name != "prompt":
+            forms += _without_item(now)
+        yield from (_with(request, **{field.name: form}) for form in forms)
+
+
+def _without_item(form: Any) -> Iterator[Any]:
+    """Yield copies of nested lists and dicts with one item less."""
+    if not isinstance(form, (list, dict)) or (isinstance(form, dict) and "seed" in form and "rows" not in form):
+        return
+    items = list(form.items() if isinstance(form, dict) else enumerate(form))
+    for i, (key, value) in enumerate(items):
+        for rest in ([], *([(key, simpler)] for simpler in _without_item(value))):
+            kept = [*items[:i], *rest, *items[i + 1 :]]
+            if kept:
+                yield dict(kept) if isinstance(form, dict) else [each for _, each in kept]
 
 
 def _with(value: _Struct, **changes: Any) -> _Struct:

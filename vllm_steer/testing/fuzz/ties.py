@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from vllm_steer.request.selector import OPEN_END
 from vllm_steer.testing.fuzz.answers import READOUT, Sample
-from vllm_steer.testing.fuzz.workload import Request
+from vllm_steer.testing.fuzz.workload import Form, Request
 
 _COSINE = 0.1
 """Typical size of a cosine."""
+
+
+def bounds_of(condition: Form) -> list[float]:
+    """Return the bound of a condition or of its release, in a list."""
+    return [condition[name] for name in ("above", "below") if name in condition]
 
 
 def first_undecided(request: Request, right: Sample, tolerance: float) -> int:
@@ -23,15 +28,14 @@ def first_undecided(request: Request, right: Sample, tolerance: float) -> int:
         right: A sample of the reference, with the scores of all positions.
         tolerance: Relative difference of scores.
     """
-    forms = {each.name: each.form for each in request.readouts}
     first = OPEN_END
     for condition in request.conditions:
-        if condition.sharpness is not None:
+        if "sharpness" in condition:
             continue
-        positions, values = right.rows[condition.readout, READOUT]
-        bounds = [condition.bound] if condition.release is None else [condition.bound, condition.release]
-        for bound in bounds:
-            size = _COSINE if forms[condition.readout] == "cosine" else max(1.0, abs(bound))
+        positions, values = right.rows[condition["readout"], READOUT]
+        cosine = request.readouts[condition["readout"]].get("cosine")
+        for bound in (*bounds_of(condition), *bounds_of(condition.get("release", {}))):
+            size = _COSINE if cosine else max(1.0, abs(bound))
             close = ((values[:, 0] - bound).abs() <= tolerance * size).nonzero().flatten()
             if len(close):
                 first = min(first, positions[int(close[0])])
