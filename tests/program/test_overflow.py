@@ -20,7 +20,7 @@ from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.program import Program, compile_program
 from vllm_steer.program.bind import bind_names
 from vllm_steer.program.feature import FeatureVectors, SaeSite
-from vllm_steer.program.overflow import check_live_overflow
+from vllm_steer.program.overflow import check_overflow
 
 AT: dict[str, Any] = {"point": "post_block", "layers": 1}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -121,9 +121,9 @@ def test_live_strengths() -> None:
     """Catches a change of a live strength that makes the change of a running request infinite."""
     program = program_of(np.ones(HIDDEN), add=4.0, live="calm")
     check(program, "float16")
-    check_live_overflow(program, {"calm": 16000.0, "other": 1e30}, "float16")
+    check_overflow(program, "float16", {"calm": 16000.0, "other": 1e30})
     with pytest.raises(SteeringError, match=r"^calm: with 17000, steering\[0\]: feature at post_block .* float16"):
-        check_live_overflow(program, {"calm": 17000.0}, "float16")
+        check_overflow(program, "float16", {"calm": 17000.0})
 
 
 def test_constants_of_an_encoder(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from vllm_steer.frontend.context import context_of
 from vllm_steer.frontend.sample_state import SampleState, sample_of
 from vllm_steer.metrics.collectors import add
 from vllm_steer.program import Program
-from vllm_steer.program.magnitude import check_live_magnitude
-from vllm_steer.program.overflow import check_live_overflow
+from vllm_steer.program.magnitude import check_magnitude
+from vllm_steer.program.overflow import check_overflow
 from vllm_steer.request.scalars import closest, read_number, shown
 
 SET_STRENGTH_RPC = "steering_set_strength"
@@ -127,8 +127,8 @@ def check_strengths(
     context = context_of(engine.output_processor)
     if context is not None and sample.readouts is not None:
         registry, program = context.registry, sample.readouts.program
-        check_live_magnitude(program, checked, registry.max_norm, streams_at=registry.streams_at)
-        check_live_overflow(sample.readouts.program, checked, context.capabilities.dtype)
+        check_magnitude(program, registry.max_norm, strengths=checked, streams_at=registry.streams_at)
+        check_overflow(sample.readouts.program, context.capabilities.dtype, checked)
     return [each for each, _ in found], checked
 
 

@@ -113,15 +113,7 @@ def edit_digest(edit: CompiledEdit, strength: float, digests: Sequence[bytes]) -
     """Return the digest of an edit's content. Tokens are left out: they select where the same edit applies."""
     # The version is included because the meaning of a point's number depends on it.
     what = (
-        WIRE_VERSION,
-        edit.code,
-        edit.point,
-        strength,
-        edit.low,
-        edit.high,
-        edit.layers,
-        edit.feature,
-        edit.num_rows,
-    )
+        WIRE_VERSION, edit.code, edit.point, strength, edit.low, edit.high, edit.layers, edit.feature, edit.num_rows,
+    )  # fmt: skip
     vectors = [digests[index] for index in edit.vectors]
     return content_digest(msgspec.msgpack.encode((what, vectors, edit.coordinates, edit.when, edit.live, edit.parts)))

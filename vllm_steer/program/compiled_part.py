@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_steer.request.message_parts import Marker, Span
+from vllm_steer.request.message_parts import Marker
 from vllm_steer.request.selector import Selector
 
 NO_TOKEN = -1
@@ -69,11 +69,9 @@ class CompiledPart(msgspec.Struct, frozen=True, array_like=True):
 def compile_parts(selector: Selector | None) -> tuple[CompiledPart, ...]:
     """Return the parts to which a selector is restricted, in a fixed order."""
     spans = () if selector is None else selector.spans
-    return tuple(_compile(span) for span in spans)
-
-
-def _compile(span: Span) -> CompiledPart:
-    return CompiledPart(span.name, span.start, span.end, span.outside, span.opened, span.optional)
+    return tuple(
+        CompiledPart(each.name, each.start, each.end, each.outside, each.opened, each.optional) for each in spans
+    )
 
 
 def selector_of(parts: tuple[CompiledPart, ...]) -> Selector:

@@ -19,7 +19,12 @@ StreamsAt = Callable[[str, Collection[int]], list[float]]
 
 
 def check_magnitude(
-    program: Program, max_norm: float, first_edit: int = 0, *, streams_at: StreamsAt | None = None
+    program: Program,
+    max_norm: float,
+    first_edit: int = 0,
+    *,
+    strengths: Mapping[str, float] | None = None,
+    streams_at: StreamsAt | None = None,
 ) -> None:
     """Check how much the edits of a program may add to a row.
 
@@ -32,6 +37,7 @@ def check_magnitude(
         program: the program.
         max_norm: the largest norm that an edit may add; 0 for no limit.
         first_edit: index of the first edit to check.
+        strengths: new live strengths of a running request by name; only the edits that they scale are checked.
         streams_at: lengths of the stream, by which the error tells doses.
 
     Raises:
@@ -41,12 +47,13 @@ def check_magnitude(
         return
     norms: dict[int, float] = {}
     for index, edit in enumerate(program.edits[first_edit:], start=first_edit):
-        norm = _added_norm(edit, program, norms)
+        factor = 1.0 if strengths is None else strengths.get(edit.live)
+        norm = 0.0 if factor is None else _added_norm(edit, program, norms, factor)
         if norm > max_norm:
-            raise SteeringError(
-                program.edit_source(index),
-                f"{KIND_OF[edit.code]} at {POINT_NAMES[edit.point]} {_exceeds(edit, norm, max_norm, streams_at)}",
-            )
+            source, exceeds = program.edit_source(index), _exceeds(edit, norm, max_norm, streams_at)
+            if strengths is None:
+                raise SteeringError(source, f"{KIND_OF[edit.code]} at {POINT_NAMES[edit.point]} {exceeds}")
+            raise SteeringError(edit.live, f"with {factor:g}, {source} {exceeds}")
 
 
 def _exceeds(edit: CompiledEdit, norm: float, max_norm: float, streams_at: StreamsAt | None) -> str:
@@ -62,36 +69,7 @@ def _exceeds(edit: CompiledEdit, norm: float, max_norm: float, streams_at: Strea
     )
 
 
-def check_live_magnitude(
-    program: Program, strengths: Mapping[str, float], max_norm: float, *, streams_at: StreamsAt | None = None
-) -> None:
-    """Check how much the edits of a running request may add to a row at other live strengths.
-
-    Args:
-        program: the program.
-        strengths: new factors of the edits' strengths by name.
-        max_norm: the largest norm that an edit may add; 0 for no limit.
-        streams_at: lengths of the stream, by which the error tells doses.
-
-    Raises:
-        SteeringError: an edit may add more than ``max_norm``.
-    """
-    if not max_norm:
-        return
-    norms: dict[int, float] = {}
-    for index, edit in enumerate(program.edits):
-        if edit.live not in strengths:
-            continue
-        norm = _added_norm(edit, program, norms, strengths[edit.live])
-        if norm > max_norm:
-            raise SteeringError(
-                edit.live,
-                f"with {strengths[edit.live]:g}, {program.edit_source(index)} "
-                + _exceeds(edit, norm, max_norm, streams_at),
-            )
-
-
-def _added_norm(edit: CompiledEdit, program: Program, norms: dict[int, float], factor: float = 1.0) -> float:
+def _added_norm(edit: CompiledEdit, program: Program, norms: dict[int, float], factor: float) -> float:
     """Return the largest norm that an edit may add if its strength is multiplied by ``factor``."""
     kind, strength = KIND_OF[edit.code], abs(edit.strength * factor)
     if not edit.strength:

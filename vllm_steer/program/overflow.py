@@ -21,40 +21,25 @@ _OVERFLOW: Final[Mapping[str, float]] = {
 """Smallest number that is rounded to infinity, by dtype, from the bits of its fraction and its largest exponent."""
 
 
-def check_overflow(program: Program, dtype: str) -> None:
+def check_overflow(program: Program, dtype: str, strengths: Mapping[str, float] | None = None) -> None:
     """Check that `add`, `replace` and `feature` edits add finite numbers to a row of zeros.
 
     Args:
         program: The program.
         dtype: Name of the model's dtype.
+        strengths: New live strengths of a running request by name; only the edits that they scale are checked.
 
     Raises:
         SteeringError: A product overflows float32, in which edits are computed, or the model's dtype.
     """
     for index, edit in enumerate(program.edits):
-        if (problem := _problem(edit, program, edit.strength, dtype)) is not None:
-            raise SteeringError(program.edit_source(index), f"{problem}; use a smaller strength or value")
-
-
-def check_live_overflow(program: Program, strengths: Mapping[str, float], dtype: str) -> None:
-    """Run :func:`check_overflow` for a running request with new live strengths.
-
-    Args:
-        program: The program.
-        strengths: New factors of the edits' strengths by name.
-        dtype: Name of the model's dtype.
-
-    Raises:
-        SteeringError: A product overflows.
-    """
-    for index, edit in enumerate(program.edits):
-        if edit.live not in strengths:
-            continue
-        factor = strengths[edit.live]
-        if (problem := _problem(edit, program, edit.strength * factor, dtype)) is not None:
-            raise SteeringError(
-                edit.live, f"with {factor:g}, {program.edit_source(index)}: {problem}; use a smaller strength"
-            )
+        factor = 1.0 if strengths is None else strengths.get(edit.live)
+        problem = None if factor is None else _problem(edit, program, edit.strength * factor, dtype)
+        if problem is not None:
+            source = program.edit_source(index)
+            if strengths is None:
+                raise SteeringError(source, f"{problem}; use a smaller strength or value")
+            raise SteeringError(edit.live, f"with {factor:g}, {source}: {problem}; use a smaller strength")
 
 
 def _problem(edit: CompiledEdit, program: Program, strength: float, dtype: str) -> str | None:

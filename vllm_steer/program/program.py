@@ -121,12 +121,16 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         """The points that are edited, captured or read."""
         parts: tuple[CompiledEdit | CompiledCapture | CompiledReadout, ...]
         parts = (*self.edits, *self.captures, *self.readouts)
-        numbers = {part.point for part in parts}
-        return frozenset(POINT_NAMES[number] for number in numbers)
+        return frozenset(POINT_NAMES[part.point] for part in parts)
 
     def edit_source(self, index: int) -> str:
         """Return the path of the request field that edit ``index`` comes from."""
         return self.sources[index] if self.sources else "steering"
+
+    @property
+    def conditions(self) -> list[CompiledCondition]:
+        """The conditions of all edits."""
+        return [condition for edit in self.edits for condition in edit.when]
 
     @property
     def vector_source(self) -> str:
@@ -232,7 +236,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     def part_selections(self) -> tuple[tuple[CompiledPart, ...], ...]:
         """The distinct selections of parts by edits without conditions, readouts, conditions and stops."""
         edits = (edit.parts for edit in self.edits if not edit.when)
-        conditions = (each.parts for edit in self.edits for each in edit.when)
+        conditions = (each.parts for each in self.conditions)
         found = (*edits, *(each.parts for each in self.readouts), *(each.parts for each in self.stops), *conditions)
         return tuple(dict.fromkeys(parts for parts in found if parts))
 
@@ -260,15 +264,12 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     @cached_property
     def needs_prompt(self) -> bool:
         """Whether the front end has to fill in the ids and state of parts, or the positions of messages and images."""
-        parts = (part for selection in self.part_selections for part in selection)
-        selectors = [*(edit.selector for edit in self.edits), *(readout.selector for readout in self.readouts)]
-        selectors += [capture.selector for capture in self.captures]
-        conditions = (each.selector for edit in self.edits for each in edit.when)
-        return (
-            any(not part.bound for part in (*parts, *(part for edit in self.edits for part in edit.parts)))
-            or any(selector.is_prompt_part for selector in selectors)
-            or any(selector is not None and selector.is_prompt_part for selector in conditions)
-        )
+        parts = [part for selection in self.part_selections for part in selection]
+        parts += [part for edit in self.edits for part in edit.parts]
+        selecting: tuple[CompiledEdit | CompiledReadout | CompiledCapture | CompiledCondition, ...]
+        selecting = (*self.edits, *self.readouts, *self.captures, *self.conditions)
+        of_prompt = (selector.is_prompt_part for each in selecting if (selector := each.selector) is not None)
+        return not all(part.bound for part in parts) or any(of_prompt)
 
     @cached_property
     def layout(self) -> RecordLayout:
@@ -341,7 +342,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             and all(NO_PROJECTION <= capture.projection < len(self.projections) for capture in self.captures)
             and all(indices and 0 <= min(indices) <= max(indices) < num_vectors for indices in self.projections)
             and all(self._is_sound_readout(readout) for readout in self.readouts)
-            and all(self._is_sound_condition(each, each.readout) for edit in self.edits for each in edit.when)
+            and all(map(self._is_sound_condition, self.conditions))
             and all(0 <= stop.readout < len(self.readouts) and stop.tokens > 0 for stop in self.stops)
         )
         if not sound:
@@ -363,49 +364,39 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             and all(0 <= target <= MAX_TOKEN for target in readout.targets)
         )
 
-    def _is_sound_condition(self, condition: CompiledCondition, readout: int) -> bool:
+    def _is_sound_condition(self, condition: CompiledCondition) -> bool:
         if condition.tokens is not None:
             Selector.from_wire(condition.tokens)
-        sound = (
+        return (
             TOKEN <= condition.kind < STOP
             and condition.kind != PART
             and condition.count >= 0
             and 0 <= condition.alpha < 1
+            and 0 <= condition.readout < len(self.readouts)
         )
-        return sound and 0 <= readout < len(self.readouts)
 
     def _verify_content(self) -> None:
         """Raise SteeringError if a number is not finite or a digest does not match its content."""
+        features = [edit.feature for edit in self.edits if edit.feature is not None]
+        bounds = [bound for each in self.conditions for bound in (each.bound, each.release) if bound is not None]
+        numbers = [
+            *(number for edit in self.edits for number in (edit.strength, edit.low, edit.high)),
+            *(number for feature in features for number in (feature.bias, feature.threshold)),
+            *(readout.bias for readout in self.readouts),
+            *(condition.sharpness for condition in self.conditions),
+            *(bound.threshold for bound in (*bounds, *(stop.bound for stop in self.stops))),
+        ]
+        mlps = [readout.mlp for readout in self.readouts if readout.mlp is not None]
+        arrays: tuple[bytes | memoryview, ...] = (
+            *self.vectors,
+            *(edit.coordinates for edit in self.edits),
+            *(array for mlp in mlps for array in (mlp.biases, mlp.outputs)),
+        )
         sound = (
             all(content_digest(vector) == digest for vector, digest in zip(self.vectors, self.digests, strict=True))
-            and all(
-                np.isfinite([edit.strength, edit.low, edit.high]).all()
-                and np.isfinite(np.frombuffer(edit.coordinates, "<f4")).all()
-                and (edit.feature is None or np.isfinite([edit.feature.bias, edit.feature.threshold]).all())
-                and edit.digest == edit_digest(edit, edit.strength, self.digests)
-                for edit in self.edits
-            )
-            and all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors)))
-            and np.isfinite([readout.bias for readout in self.readouts]).all()
-            and all(
-                np.isfinite(np.frombuffer(numbers, "<f4")).all()
-                for readout in self.readouts
-                if readout.mlp is not None
-                for numbers in (readout.mlp.biases, readout.mlp.outputs)
-            )
-            and np.isfinite(
-                [
-                    number
-                    for edit in self.edits
-                    for each in edit.when
-                    for number in (
-                        each.bound.threshold,
-                        each.sharpness,
-                        each.release.threshold if each.release else 0.0,
-                    )
-                ]
-            ).all()
-            and np.isfinite([stop.bound.threshold for stop in self.stops]).all()
+            and all(edit.digest == edit_digest(edit, edit.strength, self.digests) for edit in self.edits)
+            and np.isfinite(numbers).all()
+            and all(np.isfinite(np.frombuffer(array, "<f4")).all() for array in arrays)
         )
         if not sound:
             raise SteeringError(_FIELD, _INCONSISTENT)

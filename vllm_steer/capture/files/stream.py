@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pyarrow as pa
-import torch
 import xxhash
 
 from vllm_steer.capture.files.format import (
@@ -25,7 +24,7 @@ from vllm_steer.capture.files.format import (
     dtype_name,
     entry_fields,
 )
-from vllm_steer.capture.results import CapturedRequest
+from vllm_steer.capture.results import CapturedRequest, row_bytes
 
 VERSION = "2"
 SUFFIX = ".arrows"
@@ -106,7 +105,7 @@ class StreamEncoder:
                 tokens[key] = site.positions.astype(np.int32), captured.tokens_at(site.positions).astype(np.int32)
             dtype, (num_rows, width) = dtype_name(site), site.rows.shape
             entry = StreamSite(point, layer, dtype, (num_rows, width), len(site.positions))
-            lines.append(Line(entry, *tokens[key], _row_buffer(site.rows)))
+            lines.append(Line(entry, *tokens[key], pa.py_buffer(row_bytes(site.rows))))
         fields = entry_fields(captured, run)
         checksum = xxhash.xxh3_64()
         groups = list(_grouped(lines))
@@ -140,12 +139,6 @@ class _Sink:
     def take(self) -> list[Any]:
         parts, self._parts = self._parts, []
         return parts
-
-
-def _row_buffer(rows: torch.Tensor) -> Any:
-    """Return the bytes of CPU rows ``[n, width]`` in row-major order, without a copy if they are contiguous."""
-    rows = rows.contiguous()
-    return pa.foreign_buffer(rows.data_ptr(), rows.nbytes, rows) if rows.nbytes else pa.py_buffer(b"")
 
 
 def _grouped(lines: Sequence[Line]) -> Iterator[list[Line]]:
