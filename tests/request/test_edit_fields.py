@@ -29,6 +29,71 @@ def assert_refused(fields, field, *words):
     assert len(str(caught.value)) < 500
 
 
+SHORT = "steering_vectors"
+KEYS_THAT_INT_READS = ["15 ", " 15", "+15", "-0", "-01", "015", "00", "1_0", "\u0661", "15\n"]
+NOT_DECIMAL = [*KEYS_THAT_INT_READS, "", "1e1", "1.0", "0x1", "all", "9" * 5000]
+
+
+def at(key, given=V, point="pre_attn"):
+    return {SHORT: {point: {key: given}}}
+
+
+REFUSED = [
+    *(({name: value}, name, ["{point: {layer: vector}}"])
+      for name in FIELD_NAMES[:3] for value in ([], "x", 1, True, V, np.array(V))),
+    *(({SHORT: {"pre_attn": value}}, f"{SHORT}.pre_attn", ["{layer: vector}"])
+      for value in (None, [], "x", 1, V, np.array(V))),
+    # A request that looks steered and is not.
+    ({SHORT: {}}, SHORT, ["empty"]),
+    ({SHORT: {"pre_attn": {}}}, f"{SHORT}.pre_attn", ["empty"]),
+    ({SHORT: {"pre_attn": {1: V}, "post_attn": {}}}, f"{SHORT}.post_attn", ["empty"]),
+    *((at(1, point=point), SHORT, ["pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block"])
+      for point in ("post_mlp", "", "PRE_ATTN", True, None, ("pre_attn",))),
+    *((at(key), f"{SHORT}.pre_attn", ["decimal"]) for key in NOT_DECIMAL),
+    *((at(key), f"{SHORT}.pre_attn", ["layer number"]) for key in (True, 1.0, None, (1,), np.float64(1))),
+    *((at(key), f"{SHORT}.pre_attn", ["between 0 and 4095"]) for key in (-1, "-1", 4096, "4096", "999999999")),
+    ({SHORT: {"pre_attn": {15: V, "15": W}}}, f"{SHORT}.pre_attn", ["layer 15 twice"]),
+    *((at(1, given), f"{SHORT}.pre_attn[1]", ["scale"])
+      for given in ({}, {"scale": 2.0}, {"vec": V}, {"vector": V, "strength": 1}, {"vector": V, "dtype": "float32"},
+                    {1: V})),
+    *((at(1, {"vector": V, "scale": scale}), f"{SHORT}.pre_attn[1].scale", [])
+      for scale in (None, True, "2", [2.0], math.nan, math.inf, 1e39, 10**400)),
+    *((at("7", given), f"{SHORT}.pre_attn[7]{where}", [])
+      for given, where in (
+          (None, ""), ([1.0, None], "[1]"), ({"vector": [math.nan]}, ".vector[0]"), ({"vector": [[1.0]]}, ".vector"),
+          (pack_vector(V) | {"dtype": "int8"}, ".dtype"),
+          ({"vector": pack_vector(V) | {"shape": [3]}}, ".vector.data"),
+          ({"dtype": "float32", "shape": [2]}, ""),
+      )),
+    *(({"steering": value}, "steering", ["list of edits"]) for value in ({}, EDIT, 1, True, {1}, np.array(V))),
+    # A text that is iterated, and an error that hides what to do offline.
+    ({"steering": "0.7 calm"}, "steering", ["pass Expression.parse(text).edits(vectors)"]),
+    *(({"steering": value}, "steering", ["empty"]) for value in ([], ())),
+    *(({"steering": [EDIT, item]}, "steering[1]", ["Edit or a dict"])
+      for item in (None, "x", 1, [], [EDIT], Selector("all"))),
+    *(({"steering": [EDIT | {key: 1}]}, "steering[0]", ["unknown key", "strength"])
+      for key in ("layer", "scale", "", 1, None, "\ud800")),
+    *(({"steering": [EDIT, {key: EDIT[key] for key in EDIT if key != name}]}, f"steering[1].{name}", ["missing"])
+      for name in EDIT),
+    *(({"steering": [EDIT, EDIT, EDIT | changes]}, f"steering[2].{where}", [])
+      for changes, where in (
+          ({"kind": "rotate"}, "kind"), ({"point": "x"}, "point"), ({"layers": [0, -1]}, "layers[1]"),
+          ({"vector": [1.0, True]}, "vector[1]"), ({"vector": {}}, "vector"), ({"strength": None}, "strength"),
+          ({"tokens": [0, [1, 1]]}, "tokens[1]"), ({"tokens": [0, [1, "2"]]}, "tokens[1][1]"), ({"low": 0}, "low"),
+      )),
+    *(({name: None}, "fields", ["decode_steering_vectors"]) for name in ("steer", "Steering", "", 1, None)),
+    *((fields, "steering", ["mapping"]) for fields in (None, [], "steering", 1, [EDIT])),
+    ({SHORT: {"pre_attn": {1: V}}, "steering": [EDIT, EDIT | {"vector": [1.0]}]}, "steering[1]",
+     ["width 1", f"{SHORT}.pre_attn[1]", "2"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "field", "words"), REFUSED)
+def test_refused_by_path(fields, field, words):
+    """Catches a wrong value that is accepted or read as another one, and an error without its path or a remedy."""
+    assert_refused(fields, field, *words)
+
+
 class TestShortFields:
     @pytest.mark.parametrize(
         ("name", "tokens"),
@@ -78,64 +143,6 @@ class TestShortFields:
             ("add", "pre_attn", (1,), "all"),
         ]
 
-    @pytest.mark.parametrize("name", FIELD_NAMES[:3])
-    @pytest.mark.parametrize("value", [[], "x", 1, True, V, np.array(V)])
-    def test_not_a_mapping(self, name, value):
-        assert_refused({name: value}, name, "{point: {layer: vector}}")
-
-    @pytest.mark.parametrize("value", [None, [], "x", 1, V, np.array(V)])
-    def test_point_without_a_mapping(self, value):
-        assert_refused({"steering_vectors": {"pre_attn": value}}, "steering_vectors.pre_attn", "{layer: vector}")
-
-    def test_empty_dicts(self):
-        """Catches a request that looks steered and is not."""
-        assert_refused({"steering_vectors": {}}, "steering_vectors", "empty")
-        assert_refused({"steering_vectors": {"pre_attn": {}}}, "steering_vectors.pre_attn", "empty")
-        assert_refused(
-            {"steering_vectors": {"pre_attn": {1: V}, "post_attn": {}}}, "steering_vectors.post_attn", "empty"
-        )
-
-    @pytest.mark.parametrize("point", ["post_mlp", "", "PRE_ATTN", True, None, ("pre_attn",)])
-    def test_unknown_point_is_answered_with_the_known_ones(self, point):
-        assert_refused(
-            {"decode_steering_vectors": {point: {1: V}}},
-            "decode_steering_vectors",
-            "pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block",
-        )
-
-    @pytest.mark.parametrize(
-        "key",
-        [
-            "",
-            " 15",
-            "15 ",
-            "+15",
-            "-0",
-            "-01",
-            "015",
-            "00",
-            "1e1",
-            "1.0",
-            "0x1",
-            "1_0",
-            "\u0661",
-            "15\n",
-            "all",
-            pytest.param("9" * 5000, id="5000 digits"),
-        ],
-    )
-    def test_layer_string_that_is_not_canonical(self, key):
-        """Catches int(), which reads most of these."""
-        assert_refused({"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "decimal")
-
-    @pytest.mark.parametrize("key", [True, 1.0, None, (1,), np.float64(1)])
-    def test_layer_key_of_another_type(self, key):
-        assert_refused({"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "layer number")
-
-    @pytest.mark.parametrize("key", [-1, "-1", 4096, "4096", "999999999"])
-    def test_layer_out_of_range(self, key):
-        assert_refused({"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "between 0 and 4095")
-
     def test_hints_for_keys(self):
         """Catches refusals of common keys that do not lead to the valid form."""
         field = "steering_vectors"
@@ -163,50 +170,10 @@ class TestShortFields:
         assert_refused({"steering_vectors": {"pre_attn": {1: given}}}, path, "did you mean scale?")
         assert_refused({"steering": [EDIT | {"scale": 2.0}]}, "steering[0]", "did you mean strength?")
 
-    def test_same_layer_twice(self):
-        fields = {"steering_vectors": {"pre_attn": {15: V, "15": W}}}
-        assert_refused(fields, "steering_vectors.pre_attn", "layer 15 twice")
-
     def test_same_layer_in_two_fields_is_two_edits(self):
         by_point = {"pre_attn": {1: V}}
         parsed = parse_fields({"steering_vectors": by_point, "decode_steering_vectors": by_point})
         assert parsed == (edit(), edit(tokens="generated"))
-
-    @pytest.mark.parametrize(
-        "given",
-        [
-            {},
-            {"scale": 2.0},
-            {"vec": V},
-            {"vector": V, "strength": 1},
-            {"vector": V, "dtype": "float32"},
-            {1: V},
-        ],
-    )
-    def test_wrong_keys_beside_the_vector(self, given):
-        assert_refused({"steering_vectors": {"pre_attn": {1: given}}}, "steering_vectors.pre_attn[1]", "scale")
-
-    @pytest.mark.parametrize("scale", [None, True, "2", [2.0], math.nan, math.inf, 1e39, 10**400])
-    def test_wrong_scale(self, scale):
-        given = {"vector": V, "scale": scale}
-        assert_refused({"steering_vectors": {"pre_attn": {1: given}}}, "steering_vectors.pre_attn[1].scale")
-
-    @pytest.mark.parametrize(
-        ("given", "where"),
-        [
-            (None, ""),
-            ([1.0, None], "[1]"),
-            ({"vector": [math.nan]}, ".vector[0]"),
-            ({"vector": [[1.0]]}, ".vector"),
-            (pack_vector(V) | {"dtype": "int8"}, ".dtype"),
-            ({"vector": pack_vector(V) | {"shape": [3]}}, ".vector.data"),
-            ({"dtype": "float32", "shape": [2]}, ""),
-        ],
-        ids=str,
-    )
-    def test_wrong_vector_is_located(self, given, where):
-        fields = {"prefill_steering_vectors": {"post_attn": {"7": given}}}
-        assert_refused(fields, f"prefill_steering_vectors.post_attn[7]{where}")
 
 
 class TestSteering:
@@ -229,66 +196,11 @@ class TestSteering:
         (parsed,) = parse_fields({"steering": [json.loads(json.dumps(item))]})
         assert parsed == edit(kind="clamp", layers=(1, 2), strength=0.5, tokens=[[0, None]], high=1.0)
 
-    @pytest.mark.parametrize("value", [{}, EDIT, 1, True, {1}, np.array(V)], ids=str)
-    def test_not_a_list(self, value):
-        assert_refused({"steering": value}, "steering", "list of edits")
-
-    def test_an_expression(self):
-        """Catches a text that is iterated, and an error that hides what to do offline."""
-        assert_refused({"steering": "0.7 calm"}, "steering", "pass Expression.parse(text).edits(vectors)")
-
-    @pytest.mark.parametrize("value", [[], ()])
-    def test_empty(self, value):
-        assert_refused({"steering": value}, "steering", "empty")
-
-    @pytest.mark.parametrize("item", [None, "x", 1, [], [EDIT], Selector("all")])
-    def test_item_of_another_type(self, item):
-        assert_refused({"steering": [EDIT, item]}, "steering[1]", "Edit or a dict")
-
-    @pytest.mark.parametrize("key", ["layer", "scale", "", 1, None, "\ud800"])
-    def test_unknown_field(self, key):
-        assert_refused({"steering": [EDIT | {key: 1}]}, "steering[0]", "unknown key", "strength")
-
-    @pytest.mark.parametrize("name", EDIT)
-    def test_missing_field(self, name):
-        item = {key: value for key, value in EDIT.items() if key != name}
-        assert_refused({"steering": [EDIT, item]}, f"steering[1].{name}", "missing")
-
-    @pytest.mark.parametrize(
-        ("changes", "where"),
-        [
-            ({"kind": "rotate"}, "kind"),
-            ({"point": "x"}, "point"),
-            ({"layers": [0, -1]}, "layers[1]"),
-            ({"vector": [1.0, True]}, "vector[1]"),
-            ({"vector": {}}, "vector"),
-            ({"strength": None}, "strength"),
-            ({"tokens": [0, [1, 1]]}, "tokens[1]"),
-            ({"tokens": [0, [1, "2"]]}, "tokens[1][1]"),
-            ({"low": 0}, "low"),
-        ],
-        ids=str,
-    )
-    def test_wrong_value_is_located(self, changes, where):
-        assert_refused({"steering": [EDIT, EDIT, EDIT | changes]}, f"steering[2].{where}")
-
 
 class TestRequest:
     @pytest.mark.parametrize("fields", [{}, dict.fromkeys(FIELD_NAMES), {"steering": None}], ids=str)
     def test_nothing_given(self, fields):
         assert parse_fields(fields) == ()
-
-    @pytest.mark.parametrize("name", ["steer", "Steering", "", 1, None])
-    def test_unknown_name(self, name):
-        assert_refused({name: None}, "fields", "decode_steering_vectors")
-
-    @pytest.mark.parametrize("fields", [None, [], "steering", 1, [EDIT]])
-    def test_not_a_mapping(self, fields):
-        assert_refused(fields, "steering", "mapping")
-
-    def test_widths_that_differ_name_both_places(self):
-        fields = {"steering_vectors": {"pre_attn": {1: V}}, "steering": [EDIT, EDIT | {"vector": [1.0]}]}
-        assert_refused(fields, "steering[1]", "width 1", "steering_vectors.pre_attn[1]", "2")
 
     def test_input_is_left_alone(self):
         fields = {"steering_vectors": {"pre_attn": {"1": {"vector": V}}}, "steering": [dict(EDIT)]}
