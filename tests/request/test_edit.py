@@ -165,133 +165,81 @@ class TestValue:
         assert parse_fields({"steering": [wire]}) == (edit,)
 
 
-class TestRefused:
-    @pytest.mark.parametrize("kind", ["", "Add", "rotate", None, 1, ["add"], {}, np.array(["add", "add"])])
-    def test_kind(self, kind):
-        assert_refused("kind", "add, add_normed, ablate, clamp", kind=kind)
+NUMBERS = ("strength", "low", "high")
+NOT_NUMBERS = (True, np.True_, "1", [1.0], {}, 1j, np.array(1.0), torch.tensor(1.0), Fraction(1))
+NOT_FINITE = (math.nan, math.inf, -math.inf, 1e39, -(10**400), np.float32(np.inf), 10**5000)
+FEATURE: dict[str, Any] = {"kind": "feature", "vector": None, "sae": "topics", "feature": 3, "set": 2.0}
+ROWS: dict[str, Any] = {"kind": "replace", "vector": [VECTOR] * 2}
+REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
+    *(({"kind": kind}, "kind", ["add, add_normed, ablate, clamp"])
+      for kind in ("", "Add", "rotate", None, 1, ["add"], {}, np.array(["add", "add"]))),
+    *(({"point": point}, "point", ["pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block"])
+      for point in ("", "post_mlp", "hook_residual", None, 0, ["pre_attn"])),
+    *(({"layers": layers}, "layers", ['"all"'])
+      for layers in (None, True, np.True_, 1.0, "1", "ALL", {}, {1}, np.array([1.0]), np.array(["all", "all"]))),
+    *(({"layers": [0, layer]}, "layers[1]", ["layer number"]) for layer in (True, np.True_, 1.0, "1", None, [1])),
+    *(({"layers": given}, field, ["between 0 and 4095"])
+      for layer in (-1, 4096, 10**5000, np.int64(-1))
+      for given, field in ((layer, "layers"), ([0, layer], "layers[1]"))),
+    *(({"layers": layers}, "layers", ["between 0 and 4095"])
+      for layers in (range(-1, 3), range(4090, 4097), range(10**40), range(10**12))),
+    *(({"layers": layers}, "layers", ["empty"]) for layers in ([], (), range(0))),
+    ({"layers": [1, 2, np.int64(1)]}, "layers[2]", ["repeats layer 1"]),  # steered twice, or once
+    # A matrix whose rows go to each other's positions.
+    *((ROWS | {"tokens": tokens}, field, ["row i belongs to the i-th position"])
+      for tokens, field in (
+          ([-1, 0], "tokens[1]"), (range(-1, 1), "tokens[1]"), (range(1, -1, -1), "tokens[1]"),
+          ({"generated": [3, 1]}, "tokens.generated[1]"), ({"generated": [[2, 3], 1]}, "tokens.generated[1]"),
+      )),
+    *((clamp(**{name: value}), name, ["must be a number"]) for name in NUMBERS for value in NOT_NUMBERS),
+    *((clamp(**{name: value}), name, ["finite"]) for name in NUMBERS for value in NOT_FINITE),
+    ({"strength": None}, "strength", ["number"]),
+    *(({"kind": kind, "vector": vector} | ({"low": 0.0} if kind == "clamp" else {}), "vector", ["a direction", kind])
+      for kind, row in KINDS.items() if row.needs_direction for vector in ([0.0, -0.0], [1e-60, 0.0])),
+    # A parameter that is ignored, and an edit without a feature or a vector.
+    *((FEATURE | given, field, [words])
+      for given, field, words in (
+          ({"sae": None}, "sae", "missing"), ({"sae": "a/b"}, "sae", "not a valid name"),
+          ({"feature": -1}, "feature", "must be the number of a feature, 0 to"),
+          ({"feature": None}, "feature", "is missing; feature needs the number"),
+          ({"set": None}, "set", "either set or add"), ({"add": 1.0}, "set", "either set or add"),
+          ({"set": math.inf}, "set", "finite"), ({"vector": [1.0]}, "vector", "omit it"),
+          ({"subspace": [[1.0]]}, "subspace", "omit it"), ({"low": 1.0}, "low", "only of clamp"),
+          ({"kind": "add", "vector": [1.0]}, "sae", "only of feature"),
+          ({"kind": "add", "sae": None, "feature": None, "set": None}, "vector", "is missing"),
+      )),
+    ({"vector": [1.0, math.nan]}, "vector[1]", ["finite"]),
+    ({"tokens": [0, [3, 2]]}, "tokens[1]", ["empty"]),
+    # A bound that is dropped without a word.
+    *(({"kind": kind, name: 0.0}, name, [kind, "clamp"])
+      for kind in ("add", "add_normed", "ablate") for name in ("low", "high")),
+    ({"kind": "clamp"}, "low", ["low, high or both"]),
+    ({"kind": "clamp", "low": 1.0, "high": 0.5}, "low", ["above"]),
+]  # fmt: skip
 
-    @pytest.mark.parametrize("point", ["", "post_mlp", "hook_residual", None, 0, ["pre_attn"]])
-    def test_point(self, point):
-        assert_refused("point", "pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block", point=point)
 
-    @pytest.mark.parametrize(
-        "layers", [None, True, np.True_, 1.0, "1", "ALL", {}, {1}, np.array([1.0]), np.array(["all", "all"])]
-    )
-    def test_layers_of_another_type(self, layers):
-        assert_refused("layers", '"all"', layers=layers)
+@pytest.mark.parametrize(("changes", "field", "words"), REFUSED)
+def test_refused_by_name(changes: dict[str, Any], field: str, words: list[str]) -> None:
+    """Catches a wrong argument that is accepted or read as another one, and an error without its name or a remedy."""
+    assert_refused(field, *words, **changes)
 
-    @pytest.mark.parametrize("layer", [True, np.True_, 1.0, "1", None, [1]])
-    def test_layer_of_another_type(self, layer):
-        assert_refused("layers[1]", "layer number", layers=[0, layer])
 
-    @pytest.mark.parametrize("layer", [-1, 4096, 10**5000, np.int64(-1)], ids=["-1", "4096", "huge", "numpy"])
-    def test_layer_out_of_range(self, layer):
-        assert_refused("layers", "between 0 and 4095", layers=layer)
-        assert_refused("layers[1]", "between 0 and 4095", layers=[0, layer])
+def test_long_range_of_tokens_in_descending_order():
+    """Catches a range that is listed to check its order, which fills the memory."""
+    with memory.at_most(256), pytest.raises(SteeringError, match="follows 2000000000"):
+        make(kind="replace", vector=[VECTOR] * 2, tokens=range(2_000_000_000, 0, -1))
 
-    @pytest.mark.parametrize("layers", [range(-1, 3), range(4090, 4097), range(10**40), range(10**12)])
-    def test_range_of_layers_out_of_range(self, layers):
-        assert_refused("layers", "between 0 and 4095", layers=layers)
 
-    def test_long_range_of_tokens_in_descending_order(self):
-        """Catches a range that is listed to check its order, which fills the memory."""
-        with memory.at_most(256), pytest.raises(SteeringError, match="follows 2000000000"):
-            make(kind="replace", vector=[VECTOR] * 2, tokens=range(2_000_000_000, 0, -1))
+@pytest.mark.parametrize("tokens", [range(2, 4), range(-2, 0), range(0, 4, 2), {"generated": [1, [3, 4]]}])
+def test_rows_in_the_order_of_their_positions(tokens):
+    assert make(kind="replace", vector=[VECTOR] * 2, tokens=tokens).num_rows == 2
+    assert make(kind="replace", vector=[VECTOR], tokens=range(3, 4)).num_rows == 1
 
-    @pytest.mark.parametrize(
-        ("tokens", "field"),
-        [
-            ([-1, 0], "tokens[1]"),
-            (range(-1, 1), "tokens[1]"),
-            (range(1, -1, -1), "tokens[1]"),
-            ({"generated": [3, 1]}, "tokens.generated[1]"),
-            ({"generated": [[2, 3], 1]}, "tokens.generated[1]"),
-        ],
-    )
-    def test_rows_in_another_order_than_their_positions(self, tokens, field):
-        """Catches a matrix whose rows go to each other's positions."""
-        assert_refused(field, "row i belongs to the i-th position", kind="replace", vector=[VECTOR] * 2, tokens=tokens)
 
-    @pytest.mark.parametrize("tokens", [range(2, 4), range(-2, 0), range(0, 4, 2), {"generated": [1, [3, 4]]}])
-    def test_rows_in_the_order_of_their_positions(self, tokens):
-        assert make(kind="replace", vector=[VECTOR] * 2, tokens=tokens).num_rows == 2
-        assert make(kind="replace", vector=[VECTOR], tokens=range(3, 4)).num_rows == 1
-
-    @pytest.mark.parametrize("layers", [[], (), range(0)])
-    def test_no_layers(self, layers):
-        assert_refused("layers", "empty", layers=layers)
-
-    def test_duplicate_layer(self):
-        """Catches a layer steered twice, or once where twice was meant."""
-        assert_refused("layers[2]", "repeats layer 1", layers=[1, 2, np.int64(1)])
-
-    @pytest.mark.parametrize("name", ["strength", "low", "high"])
-    @pytest.mark.parametrize(
-        "value", [True, np.True_, "1", [1.0], {}, 1j, np.array(1.0), torch.tensor(1.0), Fraction(1)]
-    )
-    def test_number_of_another_type(self, name, value):
-        assert_refused(name, "must be a number", **clamp(**{name: value}))
-
-    @pytest.mark.parametrize("name", ["strength", "low", "high"])
-    @pytest.mark.parametrize(
-        "value",
-        [math.nan, math.inf, -math.inf, 1e39, -(10**400), np.float32(np.inf), 10**5000],
-        ids=lambda v: "x",
-    )
-    def test_number_not_finite_in_float32(self, name, value):
-        assert_refused(name, "finite", **clamp(**{name: value}))
-
-    def test_strength_none(self):
-        assert_refused("strength", "number", strength=None)
-
-    @pytest.mark.parametrize("kind", [kind for kind, row in KINDS.items() if row.needs_direction])
-    @pytest.mark.parametrize("vector", [[0.0, -0.0], [1e-60, 0.0]], ids=["zero", "zero in float32"])
-    def test_zero_vector_has_no_direction(self, kind, vector):
-        bounds = {"low": 0.0} if kind == "clamp" else {}
-        assert_refused("vector", "a direction", kind, kind=kind, vector=vector, **bounds)
-
-    @pytest.mark.parametrize(
-        ("given", "field", "words"),
-        [
-            ({"sae": None}, "sae", "missing"),
-            ({"sae": "a/b"}, "sae", "not a valid name"),
-            ({"feature": -1}, "feature", "must be the number of a feature, 0 to"),
-            ({"feature": None}, "feature", "is missing; feature needs the number"),
-            ({"set": None}, "set", "either set or add"),
-            ({"add": 1.0}, "set", "either set or add"),
-            ({"set": math.inf}, "set", "finite"),
-            ({"vector": [1.0]}, "vector", "omit it"),
-            ({"subspace": [[1.0]]}, "subspace", "omit it"),
-            ({"low": 1.0}, "low", "only of clamp"),
-            ({"kind": "add", "vector": [1.0]}, "sae", "only of feature"),
-            ({"kind": "add", "sae": None, "feature": None, "set": None}, "vector", "is missing"),
-        ],
-    )
-    def test_feature(self, given, field, words):
-        """Catches a parameter that is ignored, and an edit without a feature or a vector."""
-        arguments = {"kind": "feature", "vector": None, "sae": "topics", "feature": 3, "set": 2.0} | given
-        assert_refused(field, words, **arguments)
-
-    def test_vector_and_tokens_name_the_item(self):
-        assert_refused("vector[1]", "finite", vector=[1.0, math.nan])
-        assert_refused("tokens[1]", "empty", tokens=[0, [3, 2]])
-
-    @pytest.mark.parametrize("kind", ["add", "add_normed", "ablate"])
-    @pytest.mark.parametrize("name", ["low", "high"])
-    def test_bounds_of_a_kind_without(self, kind, name):
-        """Catches a bound that is dropped without a word."""
-        assert_refused(name, kind, "clamp", kind=kind, **{name: 0.0})
-
-    def test_clamp_without_bounds(self):
-        assert_refused("low", "low, high or both", kind="clamp")
-
-    def test_low_above_high(self):
-        assert_refused("low", "above", kind="clamp", low=1.0, high=0.5)
-
-    @pytest.mark.parametrize("arguments", [{"layer": 1}, {"scale": 2.0}])
-    def test_unknown_argument_is_pythons_own_error(self, arguments):
-        with pytest.raises(TypeError):
-            make(**arguments)
+@pytest.mark.parametrize("arguments", [{"layer": 1}, {"scale": 2.0}])
+def test_unknown_argument_is_pythons_own_error(arguments):
+    with pytest.raises(TypeError):
+        make(**arguments)
 
 
 def test_names_of_sites_in_other_libraries():
