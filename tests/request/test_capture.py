@@ -143,168 +143,91 @@ class TestParsing:
             projection.directions.flags.writeable = True
 
 
+PACKED = pack_vector([1.0, 2.0])
+REFUSED = [
+    *((value, "capture", ["{consumer: spec}", "post_block"]) for value in (True, [], "memory", 3, [("memory", {})])),
+    ({}, "capture", ["empty"]),
+    ({f"c{i}": {"hooks": HOOKS} for i in range(17)}, "capture", ["17", "16"]),
+    *(({name: {"hooks": HOOKS}}, "capture", ["lower-case"])
+      for name in ("", "Memory", "1a", "../x", "a b", "a\n", "é", 3, None, "a" * 65)),
+    *(({"memory": spec}, "capture.memory", ["hooks"]) for spec in (None, True, "post_block", [12])),
+    # A spec whose keys are reported as misspelt consumers.
+    ({"hooks": HOOKS}, "capture", ['put the spec under the name of a consumer: {"memory": {"hooks": ...}}']),
+    ({"hooks": HOOKS, "positions": "all"}, "capture", ["'hooks' is not a consumer"]),
+    ({"memory": {"post_block": [12]}}, "capture.memory.hooks", ["missing", "'post_block' belongs in hooks"]),
+    *(({"memory": {"hooks": HOOKS} | option}, f"capture.memory.{path}", [])  # that JSON cannot carry
+      for option, path in (
+          ({"x": np.float32(1)}, "x"), ({"x": float("inf")}, "x"), ({"x": 2**63}, "x"), ({"x": [1, {2}]}, "x[1]"),
+          ({"x": {"y": b"z"}}, "x.'y'"), ({"x": {1: 2}}, "x"), ({"a b": 1}, "options"), ({3: 1}, "options"),
+          ({"x": "y" * 20000}, "options"),
+      )),
+]  # fmt: skip
+REFUSED_SPECS = [
+    # Errors that do not lead to the names of captures.
+    ({"positions": "generated"}, "positions", ["'generated' is not valid; it is all_generated here"]),
+    ({"positions": "prompt"}, "positions", ["it is all_prompt here"]),
+    ({"positions": -1}, "positions", ["write [-1] for one position"]),
+    ({"positions": np.arange(3)}, "positions", ["convert positions with .tolist()"]),
+    *(({"positions": positions}, f"positions{path}", [])
+      for positions, path in (
+          ("ALL", ""), ([], ""), ([0, "1"], "[1]"), ([[3, 3]], "[0]"), ((0, 1), ""), (None, ""), (True, ""),
+      )),
+    # Names that depend on the model, or that name a site twice, and swapped keys.
+    ({"hooks": {"hidden_states": 1}}, "hooks", ["'hidden_states' is not a hook point"]),
+    ({"hooks": {"hook_resid_pre": 1, "pre_attn": 2}}, "hooks", ["names pre_attn twice"]),
+    ({"hooks": ["blocks.3.hook_resid_post", "resid_post.3"]}, "hooks[1]", ["repeats post_block of layer 3"]),
+    ({"hooks": ["resid_post"]}, "hooks", ["has no layer"]),
+    ({"hooks": []}, "hooks", ["is empty"]),
+    ({"hooks": {"12": ["post_block"]}}, "hooks", ["the outer keys are hook points and the inner ones layers"]),
+    *(({"hooks": hooks}, "hooks", ["post_block" if hooks == {} else "point"])
+      for hooks in ({}, None, "all", ["post_block"], 12)),
+    ({"hooks": {"mlp": [1]}}, "hooks", ["mlp", *POINT_NAMES]),
+    *(({"hooks": {"post_block": layers}}, f"hooks.post_block{path}", [])
+      for layers, path in (
+          ([], ""), ([0, 1, -1], "[2]"), ([0, True], "[1]"), (4096, ""), ("every", ""), ([3, 3], "[1]"),
+          (range(10**12), ""), ([2.0], "[0]"), (None, ""),
+      )),
+    *(({"before": before}, "before", ["true or false"]) for before in (1, "true", None, np.True_)),
+    *(({"dtype": dtype}, "dtype", DTYPES) for dtype in ("float64", "fp8", torch.float32, 32)),
+    *(({"reduce": reduce}, "reduce", ["directions"]) for reduce in ({}, True, [], {"directions": [[1.0]], "x": 1})),
+    ({"reduce": "sum"}, "reduce", ["not 'sum'", *REDUCTIONS, '{"directions": ', '{"probes": ']),
+    *(({"reduce": {"directions": directions}}, f"reduce.directions{path}", [])
+      for directions, path in (
+          ([], ""), ([[1.0], [1.0, 2.0]], "[1]"), ([[1.0, float("nan")]], "[0][1]"), ([1.0, 2.0], "[0]"),
+          ([[[1.0]]], "[0]"), (np.zeros(3), ""), (np.zeros((2, 2, 2)), ""), (np.zeros((0, 2)), ""),
+          (np.zeros((1025, 2)), ""), (torch.zeros(2, 65537), ""), (np.zeros((1024, 8192), np.float16), ""),
+          ("abc", ""), (3, ""), (PACKED, ".shape"), (PACKED | {"shape": [2, 2]}, ".data"),
+          (PACKED | {"shape": [1, 2], "dtype": "int8"}, ".dtype"), (PACKED | {"shape": [10**400, 1]}, ".shape"),
+          ({"data": "AAAA"}, ""),
+      )),
+    # A limit that only arrays meet.
+    ({"reduce": {"directions": [np.ones(65536, np.float32)] * 65}}, "reduce.directions", ["components"]),
+    ({"tokens": "all"}, "tokens", ["positions"]),
+]  # fmt: skip
+
+
 class TestRefusals:
-    @pytest.mark.parametrize("value", [True, [], "memory", 3, [("memory", {})]])
-    def test_capture_that_is_no_mapping(self, value):
-        refused(value, "capture", "{consumer: spec}", "post_block")
+    @pytest.mark.parametrize(("value", "field", "words"), REFUSED)
+    def test_captures(self, value, field, words):
+        """Catches a wrong capture that is accepted, and an error without its path or a remedy."""
+        refused(value, field, *words)
 
-    def test_empty(self):
-        refused({}, "capture", "empty")
+    @pytest.mark.parametrize(("spec", "path", "words"), REFUSED_SPECS)
+    def test_specs(self, spec, path, words):
+        """Catches a wrong spec that is accepted, and an error without its path or a remedy."""
+        refused_spec(path, *words, **spec)
 
-    def test_too_many_consumers(self):
-        refused({f"c{i}": {"hooks": HOOKS} for i in range(17)}, "capture", "17", "16")
+    def test_limits_and_names_that_are_allowed(self):
+        """Catches a limit that is one too small, and a consumer named hooks that is refused."""
         assert len(parse_capture({f"c{i}": {"hooks": HOOKS} for i in range(16)})) == 16
-
-    @pytest.mark.parametrize("name", ["", "Memory", "1a", "../x", "a b", "a\n", "é", 3, None, "a" * 65])
-    def test_name_of_a_consumer(self, name):
-        refused({name: {"hooks": HOOKS}}, "capture", "lower-case")
-
-    @pytest.mark.parametrize("spec", [None, True, "post_block", [12]])
-    def test_spec_that_is_no_mapping(self, spec):
-        refused({"memory": spec}, "capture.memory", "hooks")
-
-    def test_spec_without_a_consumer(self):
-        """Catches a spec whose keys are reported as misspelt consumers, and a consumer named hooks that is refused."""
         spec = {"hooks": HOOKS}
-        refused(spec, "capture", 'put the spec under the name of a consumer: {"memory": {"hooks": ...}}')
-        refused(spec | {"positions": "all"}, "capture", "'hooks' is not a consumer")
         assert parse_capture({"hooks": spec}) == parse_capture({"hooks": CaptureSpec(hooks=HOOKS)})
-
-    def test_selector_names_of_edits_get_their_counterpart(self):
-        """Catches an error for "generated" that does not lead to "all_generated"."""
-        refused_spec("positions", "'generated' is not valid; it is all_generated here", positions="generated")
-        refused_spec("positions", "it is all_prompt here", positions="prompt")
-
-    def test_hints_for_positions(self):
-        """Catches a number or an array refused without the valid form."""
-        refused_spec("positions", "write [-1] for one position", positions=-1)
-        refused_spec("positions", "convert positions with .tolist()", positions=np.arange(3))
 
     def test_names_of_sites(self):
         """Catches a list of names of other libraries that becomes other sites than the same hooks by our names."""
         names = ["blocks.3.hook_resid_post", "layers_output[1]", "resid_mid.2"]
         assert CaptureSpec(hooks=names) == CaptureSpec(hooks={"post_block": [1, 3], "post_attn": [2]})
         assert CaptureSpec(hooks={"resid_pre": "all"}) == CaptureSpec(hooks={"pre_attn": "all"})
-
-    def test_keys_of_hooks(self):
-        """Catches names that depend on the model, or that name a site twice, and swapped keys."""
-        refused_spec("hooks", "'hidden_states' is not a hook point", hooks={"hidden_states": 1})
-        refused_spec("hooks", "names pre_attn twice", hooks={"hook_resid_pre": 1, "pre_attn": 2})
-        refused_spec("hooks[1]", "repeats post_block of layer 3", hooks=["blocks.3.hook_resid_post", "resid_post.3"])
-        refused_spec("hooks", "has no layer", hooks=["resid_post"])
-        refused_spec("hooks", "is empty", hooks=[])
-        refused_spec("hooks", "the outer keys are hook points and the inner ones layers", hooks={"12": ["post_block"]})
-
-    def test_hooks_missing(self):
-        refused({"memory": {"post_block": [12]}}, "capture.memory.hooks", "missing", "'post_block' belongs in hooks")
-
-    @pytest.mark.parametrize("hooks", [{}, None, "all", ["post_block"], 12])
-    def test_hooks(self, hooks):
-        refused_spec("hooks", "post_block" if hooks == {} else "point", hooks=hooks)
-
-    def test_unknown_point_lists_the_known(self):
-        refused_spec("hooks", "mlp", *POINT_NAMES, hooks={"mlp": [1]})
-
-    @pytest.mark.parametrize(
-        ("layers", "path"),
-        [
-            ([], ""),
-            ([0, 1, -1], "[2]"),
-            ([0, True], "[1]"),
-            (4096, ""),
-            ("every", ""),
-            ([3, 3], "[1]"),
-            (range(10**12), ""),
-            ([2.0], "[0]"),
-            (None, ""),
-        ],
-    )
-    def test_layers(self, layers, path):
-        refused_spec(f"hooks.post_block{path}", hooks={"post_block": layers})
-
-    @pytest.mark.parametrize(
-        ("positions", "path"),
-        [
-            ("prompt", ""),
-            ("ALL", ""),
-            ([], ""),
-            ([0, "1"], "[1]"),
-            ([[3, 3]], "[0]"),
-            ((0, 1), ""),
-            (None, ""),
-            (-1, ""),
-            (True, ""),
-        ],
-    )
-    def test_positions(self, positions, path):
-        refused_spec(f"positions{path}", positions=positions)
-
-    @pytest.mark.parametrize("before", [1, "true", None, np.True_])
-    def test_before(self, before):
-        refused_spec("before", "true or false", before=before)
-
-    @pytest.mark.parametrize("dtype", ["float64", "fp8", torch.float32, 32])
-    def test_dtype(self, dtype):
-        refused_spec("dtype", *DTYPES, dtype=dtype)
-
-    @pytest.mark.parametrize("reduce", [{}, True, [], {"directions": [[1.0]], "x": 1}])
-    def test_reduce(self, reduce):
-        refused_spec("reduce", "directions", reduce=reduce)
-
-    def test_unknown_reduction(self):
-        """Catches an error that omits directions and probes."""
-        refused_spec("reduce", "not 'sum'", *REDUCTIONS, '{"directions": ', '{"probes": ', reduce="sum")
-
-    @pytest.mark.parametrize(
-        ("directions", "path"),
-        [
-            ([], ""),
-            ([[1.0], [1.0, 2.0]], "[1]"),
-            ([[1.0, float("nan")]], "[0][1]"),
-            ([1.0, 2.0], "[0]"),
-            ([[[1.0]]], "[0]"),
-            (np.zeros(3), ""),
-            (np.zeros((2, 2, 2)), ""),
-            (np.zeros((0, 2)), ""),
-            (np.zeros((1025, 2)), ""),
-            (torch.zeros(2, 65537), ""),
-            (np.zeros((1024, 8192), np.float16), ""),
-            ("abc", ""),
-            (3, ""),
-            (pack_vector([1.0, 2.0]), ".shape"),
-            (pack_vector([1.0, 2.0]) | {"shape": [2, 2]}, ".data"),
-            (pack_vector([1.0, 2.0]) | {"shape": [1, 2], "dtype": "int8"}, ".dtype"),
-            (pack_vector([1.0, 2.0]) | {"shape": [10**400, 1]}, ".shape"),
-            ({"data": "AAAA"}, ""),
-        ],
-    )
-    def test_directions(self, directions, path):
-        refused_spec(f"reduce.directions{path}", reduce={"directions": directions})
-
-    def test_many_long_rows_in_a_list(self):
-        """Catches a limit that only arrays meet."""
-        row = np.ones(65536, np.float32)
-        refused_spec("reduce.directions", "components", reduce={"directions": [row] * 65})
-
-    def test_tokens_is_called_positions(self):
-        refused_spec("tokens", "positions", tokens="all")
-
-    @pytest.mark.parametrize(
-        ("option", "path"),
-        [
-            ({"x": np.float32(1)}, "x"),
-            ({"x": float("inf")}, "x"),
-            ({"x": 2**63}, "x"),
-            ({"x": [1, {2}]}, "x[1]"),
-            ({"x": {"y": b"z"}}, "x.'y'"),
-            ({"x": {1: 2}}, "x"),
-            ({"a b": 1}, "options"),
-            ({3: 1}, "options"),
-            ({"x": "y" * 20000}, "options"),
-        ],
-    )
-    def test_options_that_json_cannot_carry(self, option, path):
-        refused({"memory": {"hooks": HOOKS} | option}, f"capture.memory.{path}")
 
     def test_endless_options(self):
         """Catches a recursion error out of a value that holds itself."""

@@ -129,119 +129,66 @@ class TestImmutable:
         assert (vector.dtype, vector.tolist()) == (np.float32, [1.0, 2.0])
 
 
-class TestRefused:
-    @pytest.mark.parametrize("value", [None, 3, 3.0, True, "1 2", b"12", {1.0, 2.0}, object(), iter([1.0])])
-    def test_no_vector_at_all(self, value):
-        assert_refused(value, "v", "list of numbers")
-
-    @pytest.mark.parametrize("value", [[], (), np.empty(0), torch.empty(0)])
-    def test_empty(self, value):
-        assert_refused(value, "v", "0 components")
-
-    @pytest.mark.parametrize("bad", [True, np.True_, "2", None, [2.0], {}, 1j, torch.tensor(1.0)])
-    def test_list_with_an_item_that_is_no_number(self, bad):
-        """Catches numpy's silent conversions, e.g. of True to 1.0."""
-        assert_refused([1.0, bad, 3.0], "v[1]", "number")
-
-    @pytest.mark.parametrize("value", [[[1.0, 2.0]], [[1.0], [2.0, 3.0]], ((1.0,),)], ids=str)
-    def test_nested_or_ragged_list(self, value):
-        assert_refused(value, "v", "flat list")
-
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39, -1e300, 10**39, np.float64(1e39)])
-    def test_not_finite_in_float32(self, bad):
-        assert_refused([0.0, bad], "v[1]", "finite")
-        if not isinstance(bad, int):
-            assert_refused(np.array([0.0, 1.0, bad]), "v[2]", "finite")
-            assert_refused(torch.tensor([bad], dtype=torch.float64), "v[0]", "finite")
-            assert_refused(packed("float64", [0.0, bad], "d"), "v[1]", "finite")
-
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_not_finite_among_many(self, bad):
-        """Catches a look at sums, which large components make infinite and opposite infinities cancel."""
-        for width, at, large in itertools.product((1, 17, 4096, 65536), (0, -1), (0.0, 1.0, FLOAT32_MAX)):
-            vector = np.full(width, large, np.float32)
-            assert parse_vector(vector).tolist() == vector.tolist()
-            vector[at] = bad
-            vector[-at - 1 if width > 1 else at] = -bad
-            assert_refused(vector, "v[0]", "finite")
-
-    def test_integer_beyond_any_float(self):
-        assert_refused([1.0, 10**400], "v", "float32")
-
-    @pytest.mark.parametrize("dtype", ["bool", "complex64", "U3", "S3", "object", "datetime64[s]"])
-    def test_array_dtype(self, dtype):
-        assert_refused(np.ones(3, np.int64).astype(dtype), "v", "dtype")
-
-    def test_masked_array(self):
-        """Catches masked components used as if they were there."""
-        assert_refused(np.ma.masked_array([1.0, 2.0], [False, True]), "v", "masked")
-
-    @pytest.mark.parametrize("value", [np.ones((1, 4)), torch.ones(1, 4)])
-    def test_single_row_matrix_gets_a_hint(self, value):
-        assert_refused(value, "v", "[1, 4]", "vector[0]")
-
-    @pytest.mark.parametrize("shape", [(), (2, 2), (1, 1, 4)])
-    def test_other_ranks(self, shape):
-        assert_refused(np.ones(shape), "v", "one dimension")
-        assert_refused(torch.ones(shape), "v", "one dimension")
-
-    @pytest.mark.parametrize(
-        "tensor",
-        [torch.ones(2, device="meta"), torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex64)],
-        ids=["meta", "sparse", "complex"],
-    )
-    def test_tensor_without_real_dense_values(self, tensor):
-        assert_refused(tensor, "v")
-
-    def test_bool_tensor(self):
-        assert_refused(torch.ones(2, dtype=torch.bool), "v", "bool")
+GOOD = packed("float32", [1.0, 2.0], "f")
+REFUSED = [
+    *((value, "v", ["list of numbers"])
+      for value in (None, 3, 3.0, True, "1 2", b"12", {1.0, 2.0}, object(), iter([1.0]))),
+    *((value, "v", ["0 components"]) for value in ([], (), np.empty(0), torch.empty(0))),
+    # numpy's silent conversions, e.g. of True to 1.0.
+    *(([1.0, bad, 3.0], "v[1]", ["number"]) for bad in (True, np.True_, "2", None, [2.0], {}, 1j, torch.tensor(1.0))),
+    *((value, "v", ["flat list"]) for value in ([[1.0, 2.0]], [[1.0], [2.0, 3.0]], ((1.0,),))),
+    *((value, field, ["finite"])
+      for bad in (math.nan, math.inf, -math.inf, 1e39, -1e300, np.float64(1e39))
+      for value, field in (
+          ([0.0, bad], "v[1]"), (np.array([0.0, 1.0, bad]), "v[2]"),
+          (torch.tensor([bad], dtype=torch.float64), "v[0]"), (packed("float64", [0.0, bad], "d"), "v[1]"),
+      )),
+    ([0.0, 10**39], "v[1]", ["finite"]),
+    ([1.0, 10**400], "v", ["float32"]),
+    *((np.ones(3, np.int64).astype(dtype), "v", ["dtype"])
+      for dtype in ("bool", "complex64", "U3", "S3", "object", "datetime64[s]")),
+    (np.ma.masked_array([1.0, 2.0], [False, True]), "v", ["masked"]),  # used as if they were there
+    *((value, "v", ["[1, 4]", "vector[0]"]) for value in (np.ones((1, 4)), torch.ones(1, 4))),
+    *((make(shape), "v", ["one dimension"]) for shape in ((), (2, 2), (1, 1, 4)) for make in (np.ones, torch.ones)),
+    *((tensor, "v", [])
+      for tensor in (torch.ones(2, device="meta"), torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex64))),
+    (torch.ones(2, dtype=torch.bool), "v", ["bool"]),
+    *(({k: v for k, v in GOOD.items() if k != key}, "v", ["dtype, shape and data"]) for key in GOOD),
+    *((GOOD | {key: 1}, "v", ["has the keys"]) for key in ("order", 1, None)),
+    *((GOOD | {"dtype": dtype}, "v.dtype", ["bfloat16"])
+      for dtype in ("int32", "<f4", "FLOAT32", "", None, 4, ["float32"])),
+    *((GOOD | {"shape": shape}, "v.shape", ["[H]"]) for shape in (2, "2", None, [2.0], ["2"], [True], [None], {})),
+    *((GOOD | {"shape": shape}, "v.shape", []) for shape in ([], [0], [-2], [1, 2], [2, 1], [65537], [10**30])),
+    *((GOOD | change, "v.data", ["characters"]) for change in ({"shape": [1]}, {"shape": [3]}, {"dtype": "float64"})),
+    # 8 bytes and 9 bytes are both 12 base64 characters.
+    (GOOD | {"data": base64.b64encode(bytes(9)).decode()}, "v.data", ["9 bytes"]),
+    # A lenient decoder drops foreign characters and shifts what follows.
+    *((GOOD | {"data": data}, "v.data", ["base64"])
+      for data in ("AACAPwAAAEA\n", "AACAPwAA-EA=", "AACA=wAAAEA=", "äACAPwAAAEA=", "============")),
+    *((GOOD | {"data": data}, "v.data", ["base64 string"]) for data in (None, 5, b"AACAPwAAAEA=", ["AACAPwAAAEA="])),
+]  # fmt: skip
 
 
-class TestPackedRefused:
-    GOOD = packed("float32", [1.0, 2.0], "f")
+@pytest.mark.parametrize(("value", "field", "words"), REFUSED)
+def test_refused_by_path(value, field, words):
+    """Catches a wrong vector that is accepted or converted silently, and an error without its path or a remedy."""
+    assert_refused(value, field, *words)
 
-    def test_the_good_one_is_good(self):
-        assert parse_vector(self.GOOD).tolist() == [1.0, 2.0]
 
-    @pytest.mark.parametrize("key", ["dtype", "shape", "data"])
-    def test_missing_key(self, key):
-        assert_refused({k: v for k, v in self.GOOD.items() if k != key}, "v", "dtype, shape and data")
+def test_the_good_packed_vector_is_good():
+    """Negative control of the packed vectors above."""
+    assert parse_vector(GOOD).tolist() == [1.0, 2.0]
 
-    @pytest.mark.parametrize("key", ["order", 1, None])
-    def test_unknown_key(self, key):
-        assert_refused(self.GOOD | {key: 1}, "v", "has the keys")
 
-    @pytest.mark.parametrize("dtype", ["int32", "<f4", "FLOAT32", "", None, 4, ["float32"]])
-    def test_dtype(self, dtype):
-        assert_refused(self.GOOD | {"dtype": dtype}, "v.dtype", "bfloat16")
-
-    @pytest.mark.parametrize("shape", [2, "2", None, [2.0], ["2"], [True], [None], {}])
-    def test_shape_of_no_integers(self, shape):
-        assert_refused(self.GOOD | {"shape": shape}, "v.shape", "[H]")
-
-    @pytest.mark.parametrize("shape", [[], [0], [-2], [1, 2], [2, 1], [65537], [10**30]])
-    def test_shape_of_no_vector(self, shape):
-        assert_refused(self.GOOD | {"shape": shape}, "v.shape")
-
-    @pytest.mark.parametrize("shape", [[1], [3]])
-    def test_length_that_does_not_match_the_shape(self, shape):
-        assert_refused(self.GOOD | {"shape": shape}, "v.data", "characters")
-
-    def test_length_that_does_not_match_the_dtype(self):
-        assert_refused(self.GOOD | {"dtype": "float64"}, "v.data", "characters")
-
-    def test_length_off_by_one_byte_in_as_many_characters(self):
-        """8 bytes and 9 bytes are both 12 base64 characters."""
-        assert_refused(self.GOOD | {"data": base64.b64encode(bytes(9)).decode()}, "v.data", "9 bytes")
-
-    @pytest.mark.parametrize("data", ["AACAPwAAAEA\n", "AACAPwAA-EA=", "AACA=wAAAEA=", "äACAPwAAAEA=", "============"])
-    def test_strict_base64(self, data):
-        """Catches a lenient decoder, which drops foreign characters and shifts what follows."""
-        assert_refused(self.GOOD | {"data": data}, "v.data", "base64")
-
-    @pytest.mark.parametrize("data", [None, 5, b"AACAPwAAAEA=", ["AACAPwAAAEA="]])
-    def test_data_of_another_type(self, data):
-        assert_refused(self.GOOD | {"data": data}, "v.data", "base64 string")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_not_finite_among_many(bad):
+    """Catches a look at sums, which large components make infinite and opposite infinities cancel."""
+    for width, at, large in itertools.product((1, 17, 4096, 65536), (0, -1), (0.0, 1.0, FLOAT32_MAX)):
+        vector = np.full(width, large, np.float32)
+        assert parse_vector(vector).tolist() == vector.tolist()
+        vector[at] = bad
+        vector[-at - 1 if width > 1 else at] = -bad
+        assert_refused(vector, "v[0]", "finite")
 
 
 @settings(deadline=None)
