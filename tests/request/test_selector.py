@@ -221,60 +221,38 @@ class TestValue:
         assert Selector(selector) == selector
 
 
+REFUSED = [
+    *((value, "t", ["a range, a list of positions and [start, stop] pairs, or a dict with generated"])
+      for value in (None, 5, 1.5, True, b"all", {}, {1, 2}, {"start": 0}, np.array([1]))),
+    *((value, "t", ["use one of all, prompt, generated, last_prompt"])
+      for value in ("", "All", "last", "all ", "\ud800")),
+    ([], "t", ["0 items"]),
+    # Two tokens, or the range 3 to 6.
+    ((3, 7), "t", ["[3, 7]", "[(3, 7)]"]),
+    *(([0, item], "t[1]", ["position"])
+      for item in (True, np.True_, 1.0, "1", None, [], [1], [1, 2, 3], {}, "ab", range(2))),
+    *((value, field, ["integer"])
+      for bound in (True, 1.0, "1", [1]) for value, field in (([[bound, 5]], "t[0][0]"), ([[0, bound]], "t[0][1]"))),
+    ([[None, 5]], "t[0][0]", ["integer"]),
+    *(([1, pair], "t[1]", ["empty"]) for pair in ([3, 3], [4, 3], [-1, -1], [-1, -2], [0, 0], [-3, 0], [3, 0])),
+    *((value, field, ["between"])
+      for place in (OPEN_END, -OPEN_END, 2**63, -(2**63), 10**5000)
+      for value, field in (([place], "t[0]"), ([[0, place]], "t[0][1]"), (range(place, place + 1), "t"))),
+    (range(10**40), "t", []),  # larger than memory
+    (range(0, 10**9, 2), "t", []),
+    ([0] * 65537, "t", ["65537"]),
+    # Common values that should lead to the valid form.
+    (-1, "t", ["write [-1] for one position"]),
+    (np.arange(3), "t", ["convert positions with .tolist()"]),
+    ("all_prompt", "t", ["'all_prompt' is not valid; it is prompt here"]),
+]  # fmt: skip
+
+
 class TestRefused:
-    @pytest.mark.parametrize("value", [None, 5, 1.5, True, b"all", {}, {1, 2}, {"start": 0}, np.array([1])])
-    def test_type(self, value):
-        assert_refused(value, "t", "a range, a list of positions and [start, stop] pairs, or a dict with generated")
-
-    @pytest.mark.parametrize("value", ["", "All", "last", "all ", "\ud800"])
-    def test_unknown_name(self, value):
-        assert_refused(value, "t", "use one of all, prompt, generated, last_prompt")
-
-    def test_empty_list(self):
-        assert_refused([], "t", "0 items")
-
-    def test_tuple_is_ambiguous(self):
-        """Catches (3, 7) read as two tokens where the range 3 to 6 was meant, or the other way round."""
-        assert_refused((3, 7), "t", "[3, 7]", "[(3, 7)]")
-
-    @pytest.mark.parametrize("item", [True, np.True_, 1.0, "1", None, [], [1], [1, 2, 3], {}, "ab", range(2)])
-    def test_item(self, item):
-        assert_refused([0, item], "t[1]", "position")
-
-    @pytest.mark.parametrize("bound", [True, 1.0, "1", [1]])
-    def test_bound_of_a_pair(self, bound):
-        assert_refused([[bound, 5]], "t[0][0]", "integer")
-        assert_refused([[0, bound]], "t[0][1]", "integer")
-
-    def test_start_cannot_be_open(self):
-        assert_refused([[None, 5]], "t[0][0]", "integer")
-
-    @pytest.mark.parametrize("pair", [[3, 3], [4, 3], [-1, -1], [-1, -2], [0, 0], [-3, 0], [3, 0]], ids=str)
-    def test_empty_pair(self, pair):
-        assert_refused([1, pair], "t[1]", "empty")
-
-    @pytest.mark.parametrize(
-        "position",
-        [OPEN_END, -OPEN_END, 2**63, -(2**63), 10**5000],
-        ids=lambda n: f"{n:.3g}" if abs(n) < 2**64 else "huge",
-    )
-    def test_position_beyond_int32(self, position):
-        assert_refused([position], "t[0]", "between")
-        assert_refused([[0, position]], "t[0][1]", "between")
-        assert_refused(range(position, position + 1), "t", "between")
-
-    @pytest.mark.parametrize("value", [range(10**40), range(0, 10**9, 2)], ids=str)
-    def test_range_larger_than_memory(self, value):
-        assert_refused(value, "t")
-
-    def test_list_too_long(self):
-        assert_refused([0] * 65537, "t", "65537")
-
-    def test_hints(self):
-        """Catches refusals of common values that do not lead to the valid form."""
-        assert_refused(-1, "t", "write [-1] for one position")
-        assert_refused(np.arange(3), "t", "convert positions with .tolist()")
-        assert_refused("all_prompt", "t", "'all_prompt' is not valid; it is prompt here")
+    @pytest.mark.parametrize(("value", "field", "words"), REFUSED, ids=map(str, range(len(REFUSED))))
+    def test_by_path(self, value, field, words):
+        """Catches a wrong selector that is accepted or read as another one, and an error without its path."""
+        assert_refused(value, field, *words)
 
     @pytest.mark.parametrize(
         "mask",
