@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_steer.cli.output import fail
+from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
     from vllm_steer.client import Client
@@ -28,7 +29,6 @@ def connect(url: str, api_key: str | None) -> Iterator[Client]:
     import httpx
 
     from vllm_steer.client import Client, Retry, ServerError
-    from vllm_steer.errors import SteeringError
 
     try:
         with Client(url, api_key=api_key, retry=Retry(attempts=3)) as client:
@@ -60,7 +60,6 @@ def parse_modules(words: list[str] | None, default: float | None = 1.0) -> list[
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ``SteeringError`` for anything else, including duplicate keys."""
-    from vllm_steer.errors import SteeringError
     from vllm_steer.request.strict_json import parse_json
 
     body = parse_json(path.read_bytes(), str(path))

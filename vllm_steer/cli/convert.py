@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vllm_steer.cli.output import check_output, failing_on
+from vllm_steer.errors import SteeringError
 
 
 def convert(
@@ -24,7 +25,6 @@ def convert(
     point: Annotated[str | None, typer.Option(help="Hook point, if it is not in the file.")] = None,
 ) -> None:
     """Convert a vector file. The guide "Vector files" has the formats and the meaning of their layer numbers."""
-    from vllm_steer.errors import SteeringError
     from vllm_steer.registry.vector_files import read_vector_file, write_vector_file
     from vllm_steer.vectors import Choice
 

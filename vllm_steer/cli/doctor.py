@@ -22,6 +22,7 @@ import msgspec
 import typer
 
 from vllm_steer.cli.output import fail
+from vllm_steer.errors import IncompatibleError, SteeringError
 
 if TYPE_CHECKING:
     from vllm_steer.engine.report import CapabilityReport
@@ -48,7 +49,6 @@ def run(path: Path, settings: Mapping[str, Any], engine: Mapping[str, Any], *, a
     """
     from vllm_steer.cli.doctor_output import print_proof, print_report
     from vllm_steer.compat.version import check_version
-    from vllm_steer.errors import IncompatibleError, SteeringError
 
     try:
         with model_folder(path) as model:
@@ -98,8 +98,6 @@ def model_folder(path: Path) -> Iterator[Path]:
 
 def _check_config(file: Path) -> None:
     """Raise SteeringError if a file cannot be the configuration of a model, which vLLM is not asked to read then."""
-    from vllm_steer.errors import SteeringError
-
     try:
         config = json.loads(file.read_bytes().decode())
     except (ValueError, RecursionError) as error:

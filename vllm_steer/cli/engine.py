@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from vllm_steer.cli.output import fail
+from vllm_steer.errors import SteeringError
 
 ENGINE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Settings of a command that takes options of vLLM's engine."""
@@ -21,8 +22,6 @@ def start_engine(model: str, words: Sequence[str], command: str, points: Sequenc
         command: Name of the command.
         points: Optional hook points that the command needs.
     """
-    from vllm_steer.errors import SteeringError
-
     options = _options(words, command)
     from vllm_steer import LLM
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_steer.cli.output import failing_on, print_table
+from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
     from vllm_steer.program import Program
@@ -36,7 +37,6 @@ def explain(
 
     Global steering of a server comes on top. Exits with status 1 if the request is invalid.
     """
-    from vllm_steer.errors import SteeringError
     from vllm_steer.params import CAPTURE_FIELD, FIELDS, PROGRAM_KEY, compile_fields
     from vllm_steer.program import Program
     from vllm_steer.registry.expression import Expression
@@ -88,7 +88,6 @@ def explain(
 
 def _modules(given: Iterable[str]) -> dict[str, Directions]:
     """Read ``NAME=FILE`` options."""
-    from vllm_steer.errors import SteeringError
     from vllm_steer.registry.directions import Directions
 
     pairs = [each.partition("=") for each in given]
@@ -99,7 +98,6 @@ def _modules(given: Iterable[str]) -> dict[str, Directions]:
 
 def _with_vector(edit: Any, path: str, known: Mapping[str, Directions]) -> Any:
     """Return an edit with the vectors of the module that it names."""
-    from vllm_steer.errors import SteeringError
     from vllm_steer.request.capture_source import names_rows
 
     if not isinstance(edit, dict) or not names_rows(vector := edit.get("vector")) or "module" not in vector:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_steer.cli.output import check_output, fail
+from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
     from vllm_steer.testing.fuzz.session import Report, Session
@@ -53,7 +54,6 @@ def fuzz(
 
 def _parse_points(text: str) -> tuple[str, ...]:
     from vllm_steer.config import SteeringConfig
-    from vllm_steer.errors import SteeringError
 
     try:
         return SteeringConfig.parse({"points": text.split(",") if text else []}).points

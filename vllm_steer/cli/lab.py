@@ -11,6 +11,7 @@ import typer
 
 from vllm_steer.cli.engine import start_engine, start_engines
 from vllm_steer.cli.output import check_image, check_output, failing_on, print_table
+from vllm_steer.errors import SteeringError
 
 Model = Annotated[str, typer.Option(help="The model, a name or a folder. Options of vLLM's engine may follow.")]
 Layers = Annotated[str, typer.Option(help='Layers such as 12, "8,12", 8:24 or 8:24:4; or all. Layers count from 0.')]
@@ -41,8 +42,6 @@ def make(
 
     The guide "Lab" has the form of the examples. On a CPU, compiling the model takes minutes: add --enforce-eager.
     """
-    from vllm_steer.errors import SteeringError
-
     check_output(out)
     with failing_on(SteeringError):
         from vllm_steer.lab.activations import POOLS
@@ -75,7 +74,6 @@ def make(
 
 def read_layer_range(text: str) -> Any:
     """Return the layers of ``12``, ``8,12``, ``8:24``, ``8:24:4`` or ``all``; raise SteeringError for other texts."""
-    from vllm_steer.errors import SteeringError
     from vllm_steer.request.sites import read_layers
 
     if text == "all":
@@ -111,8 +109,6 @@ def dose(
     seed: Seed = 0,
 ) -> None:
     """Measure the effect and the cost of vectors at layers and doses, beside controls, and print a verdict."""
-    from vllm_steer.errors import SteeringError
-
     for path in (html, plot, parquet):
         if path is not None:
             check_output(path)
@@ -162,8 +158,6 @@ def harvest(
     seed: Seed = 0,
 ) -> None:
     """Write the rows of many texts to capture files, which open_captures and the command captures read."""
-    from vllm_steer.errors import SteeringError
-
     with failing_on(SteeringError):
         from vllm_steer.lab.examples import read_texts
         from vllm_steer.lab.harvest import harvest as collect
@@ -189,7 +183,6 @@ def _score(words: str | None, against: str, function: str | None) -> Any:
     import sys
     from importlib import import_module
 
-    from vllm_steer.errors import SteeringError
     from vllm_steer.lab.scores import Keywords
 
     if (words is None) == (function is None):
@@ -205,7 +198,6 @@ def _score(words: str | None, against: str, function: str | None) -> Any:
 
 
 def _numbers(text: str) -> list[float]:
-    from vllm_steer.errors import SteeringError
 
     try:
         return [float(part) for part in text.split(",")]

@@ -16,6 +16,7 @@ from vllm_steer.cli.explain import explain
 from vllm_steer.cli.fuzz import fuzz
 from vllm_steer.cli.output import fail, group
 from vllm_steer.cli.patch import patch
+from vllm_steer.errors import IncompatibleError
 from vllm_steer.limits import ENGINE_LIMITS
 
 app = group("Activation steering and capture for vLLM.")
@@ -123,7 +124,6 @@ def version() -> None:
     from vllm_steer._version import __version__
     from vllm_steer.compat.internals import NOT_INSTALLED
     from vllm_steer.compat.version import TESTED_RANGE, check_version, compare_installed, is_tested
-    from vllm_steer.errors import IncompatibleError
 
     typer.echo(f"vllm-steer {__version__}")
     try:

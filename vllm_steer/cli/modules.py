@@ -11,6 +11,7 @@ import typer
 
 from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, Url, connect
 from vllm_steer.cli.output import check_output, group, print_table, printable
+from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
     from vllm_steer.registry.schema import Content, ModuleInfo, ProbeInfo
@@ -69,7 +70,6 @@ def add(
     api_key: ApiKey = None,
 ) -> None:
     """Register a module, or a new version of it."""
-    from vllm_steer.errors import SteeringError
     from vllm_steer.registry.vector_files import module_body
     from vllm_steer.vectors.containers import kind_of, open_container
 

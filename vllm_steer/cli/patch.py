@@ -13,6 +13,7 @@ import typer
 from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, connect
 from vllm_steer.cli.engine import start_engine
 from vllm_steer.cli.output import check_image, check_output, fail, failing_on, print_table
+from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
     from vllm_steer.patching import PatchingResult
@@ -37,8 +38,6 @@ def patch(
     With --model, options of vLLM's engine may follow, such as --dtype float32 or --max-model-len 4096. On a CPU,
     compiling the model takes minutes: add --enforce-eager.
     """
-    from vllm_steer.errors import SteeringError
-
     if model is not None and url is not None:
         raise typer.BadParameter("cannot be combined with --url (or VLLM_STEER_URL; unset it)", param_hint="--model")
     if model is None and context.args:
@@ -75,8 +74,6 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the object in a file; YAML contains JSON. Raises ``SteeringError``."""
     import msgspec
 
-    from vllm_steer.errors import SteeringError
-
     try:
         body = msgspec.yaml.decode(path.read_bytes())
     except OSError as error:
@@ -90,7 +87,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _over_http(client: Any, body: Mapping[str, Any]) -> PatchingResult:
     from vllm_steer.client import ServerError
-    from vllm_steer.errors import SteeringError
     from vllm_steer.patching.file import decode
     from vllm_steer.patching.progress import Progress
 

@@ -11,6 +11,7 @@ import typer
 from vllm_steer.cli.engine import ENGINE_CONTEXT, start_engine
 from vllm_steer.cli.lab import Layers, Model, Point, Pool, Positions, Seed, read_layer_range
 from vllm_steer.cli.output import check_output, failing_on, group, print_table
+from vllm_steer.errors import SteeringError
 
 app = group("Train probes on labelled texts, and check them on others.")
 _Examples = Annotated[Path, typer.Argument(metavar="EXAMPLES", help="JSON lines of labelled texts, or of pairs.")]
@@ -32,8 +33,6 @@ def train(
 
     A third of the texts is held out. On a CPU, compiling the model takes minutes: add --enforce-eager.
     """
-    from vllm_steer.errors import SteeringError
-
     check_output(out)
     with failing_on(SteeringError):
         from vllm_steer.lab.activations import POOLS
@@ -74,8 +73,6 @@ def check(
 
     Exits with status 1 if it is not.
     """
-    from vllm_steer.errors import SteeringError
-
     with failing_on(SteeringError):
         from vllm_steer.lab.examples import read_examples
         from vllm_steer.lab.probe_texts import read_unseen

@@ -11,6 +11,7 @@ import typer
 from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, Modules, Url, connect, parse_modules, read_json_object
 from vllm_steer.cli.modules import print_content
 from vllm_steer.cli.output import print_table
+from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
     from vllm_steer.registry.schema import GlobalSteering
@@ -34,8 +35,6 @@ def set_steering(
     api_key: ApiKey = None,
 ) -> None:
     """Steer every request that the server admits from now on."""
-    from vllm_steer.errors import SteeringError
-
     references: list[Any] = [*parse_modules(modules)]
     references += [{"module": name, "dose": number} for name, number in parse_modules(dose, default=None)]
     if clear and (references or file is not None or replace):
