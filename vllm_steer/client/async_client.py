@@ -4,33 +4,65 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from pathlib import Path
+from functools import update_wrapper
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import httpx
 
-from vllm_steer.client import endpoints
-from vllm_steer.client.endpoints import Endpoint
+from vllm_steer.client.endpoints import (
+    CHAT,
+    Endpoint,
+    auth_headers,
+    check_url,
+    generation,
+    served_model,
+    streamed_study,
+    study_result,
+)
 from vllm_steer.client.events import aiter_events
-from vllm_steer.client.responses import CaptureAnswer, Completion, Piece, Rows, parse_error, parse_piece
+from vllm_steer.client.responses import Piece, parse_error, parse_piece
 from vllm_steer.client.retry import Retry
-from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
+from vllm_steer.client.sync_client import Client
 
 if TYPE_CHECKING:
     from vllm_steer.client.patching import HttpRunner
     from vllm_steer.patching import PatchingResult
 
+P = ParamSpec("P")
 T = TypeVar("T")
-Tokens: TypeAlias = list[int]  # the method `list` hides the type inside of the class
+
+
+class _Requests(Client):
+    """A client whose methods return their requests instead of sending them."""
+
+    def __init__(self) -> None:
+        """Create a client without connections."""
+
+    def _request(self, endpoint: Endpoint[T]) -> Any:
+        return endpoint
+
+
+_REQUESTS = _Requests()
+
+
+def _sent(method: Callable[P, T]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """Return the coroutine that sends the request of a method of `Client`."""
+
+    async def send(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._request(cast("Endpoint[T]", method(*args, **kwargs)))
+
+    update_wrapper(send, getattr(Client, method.__name__))
+    return send
 
 
 class AsyncClient:
     """Asynchronous counterpart of `Client`.
 
-    Methods are coroutines; `stream_chat` is an asynchronous iterator.
+    Methods are coroutines, with the arguments and results of those of `Client`; `stream_chat` and `stream_patch` are
+    asynchronous iterators.
 
     Examples:
         >>> from vllm_steer import AsyncClient  # doctest: +SKIP
@@ -48,57 +80,31 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Create a client; the arguments are those of `Client`."""
-        headers = endpoints.auth_headers(api_key)
-        self._http = httpx.AsyncClient(
-            base_url=endpoints.check_url(url), headers=headers, timeout=timeout, transport=transport
-        )
+        headers = auth_headers(api_key)
+        self._http = httpx.AsyncClient(base_url=check_url(url), headers=headers, timeout=timeout, transport=transport)
         self._model = model
         self._retry = retry
         self._blocking: dict[str, Any] = {"api_key": api_key, "timeout": timeout}
 
-    async def register(self, name: str, **content: Any) -> ModuleInfo:
-        """Register a module; the arguments are those of `SteeringRegistry.register`."""
-        return await self._request(endpoints.register(name, content))
-
-    async def register_file(self, name: str, source: str | Path | bytes) -> ModuleInfo:
-        """Register the module in a local file, also of another tool, given by its path or its bytes."""
-        return await self._request(endpoints.register_file(name, source))
-
-    async def list(self) -> ModuleList:
-        """Return all modules."""
-        return await self._request(endpoints.list_modules())
-
-    async def get(self, reference: str, *, data: bool = False) -> ModuleInfo:
-        """Return one module, including its vectors if ``data`` is set."""
-        return await self._request(endpoints.get_module(reference, data))
-
-    async def delete(self, reference: str) -> Deleted:
-        """Delete a module, or one version of it."""
-        return await self._request(endpoints.delete_module(reference))
-
-    async def set(self, **change: Any) -> GlobalSteering:
-        """Set global steering; the arguments are those of `SteeringRegistry.set`."""
-        return await self._request(endpoints.set_steering(change))
-
-    async def clear(self) -> GlobalSteering:
-        """Clear global steering."""
-        return await self._request(endpoints.clear_steering())
-
-    async def status(self, *, data: bool = False) -> GlobalSteering:
-        """Return the global steering, including its vectors if ``data`` is set."""
-        return await self._request(endpoints.get_steering(data))
-
-    async def complete(self, prompt: Any, **fields: Any) -> Completion:
-        """Complete a prompt; ``fields`` are further fields of the body, such as steering and capture."""
-        return await self._request(endpoints.complete(await self.model(), prompt, fields))
-
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Completion:
-        """Answer a conversation; ``fields`` are further fields of the body, such as steering and capture."""
-        return await self._request(endpoints.chat(await self.model(), messages, fields))
+    register = _sent(_REQUESTS.register)
+    register_file = _sent(_REQUESTS.register_file)
+    list = _sent(_REQUESTS.list)
+    get = _sent(_REQUESTS.get)
+    delete = _sent(_REQUESTS.delete)
+    set = _sent(_REQUESTS.set)
+    clear = _sent(_REQUESTS.clear)
+    status = _sent(_REQUESTS.status)
+    complete = _sent(_REQUESTS.complete)
+    chat = _sent(_REQUESTS.chat)
+    set_strength = _sent(_REQUESTS.set_strength)
+    fetch = _sent(_REQUESTS.fetch)
+    capabilities = _sent(_REQUESTS.capabilities)
+    tokenize = _sent(_REQUESTS.tokenize)
+    detokenize = _sent(_REQUESTS.detokenize)
 
     async def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> AsyncIterator[Piece]:
         """Answer a conversation as a stream; the arguments are those of `chat`."""
-        endpoint = endpoints.stream_chat(await self.model(), messages, fields)
+        endpoint = generation(CHAT, {"messages": [*messages], **fields}, stream=True)
         async with aclosing(await self._send(endpoint, stream=True)) as response:
             async for event in aiter_events(response.aiter_bytes()):
                 yield parse_piece(event)
@@ -117,7 +123,7 @@ class AsyncClient:
         async with aclosing(self._stream_study({**study, "return_file": True})) as events:
             async for event in events:
                 if event["event"] == "summary":
-                    return endpoints.study_result(event)
+                    return study_result(event)
         raise RuntimeError("the server ended the study without a result")
 
     async def stream_patch(self, **study: Any) -> AsyncIterator[Mapping[str, Any]]:
@@ -127,44 +133,22 @@ class AsyncClient:
                 yield event
 
     async def _stream_study(self, study: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
-        async with aclosing(await self._send(endpoints.stream_patch(study), stream=True)) as response:
+        async with aclosing(await self._send(streamed_study(study), stream=True)) as response:
             async for event in aiter_events(response.aiter_bytes()):
                 if event["event"] == "error":
                     parse_piece(event)
                 yield event
 
-    async def set_strength(self, request_id: str, **strengths: float) -> LiveStrengths:
-        """Set live strengths of a running request; ``request_id`` is the ``id`` of its response or pieces."""
-        return await self._request(endpoints.set_strength(request_id, strengths))
-
-    async def fetch(self, capture: CaptureAnswer | str) -> dict[tuple[str, int], Rows]:
-        """Return the rows of a capture that were too large for the response, by point and layer."""
-        return await self._request(endpoints.fetch(capture))
-
-    async def capabilities(self) -> dict[str, Any]:
-        """Return what the server's engine supports, as ``GET /v1/steering/capabilities`` does."""
-        return await self._request(endpoints.capabilities())
-
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Tokens:
-        """Return the tokens of a text."""
-        return await self._request(endpoints.tokenize(await self.model(), text, add_special_tokens))
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-        return await self._request(endpoints.detokenize(await self.model(), tokens))
-
     def _patching_runner(self) -> HttpRunner:
         """Return the runner that `PatchingStudy` uses for this client, which has connections of its own."""
         from vllm_steer.client.patching import HttpRunner
-        from vllm_steer.client.sync_client import Client
 
-        client = Client(str(self._http.base_url), model=self._model, retry=self._retry, **self._blocking)
-        return HttpRunner(client)
+        return HttpRunner(Client(str(self._http.base_url), model=self._model, retry=self._retry, **self._blocking))
 
     async def model(self) -> str:
         """Return the model that requests name."""
         if self._model is None:
-            self._model = await self._request(endpoints.served_model())
+            self._model = await self._request(served_model())
         return self._model
 
     async def close(self) -> None:
@@ -184,12 +168,12 @@ class AsyncClient:
 
     async def _send(self, endpoint: Endpoint[Any], *, stream: bool = False) -> httpx.Response:
         """Send a request, with retries, until it succeeds or fails for good."""
-        attempt = 0
+        attempt, model = 0, await self.model() if endpoint.names_model else None
         while True:
             attempt += 1
             outcome: httpx.Response | httpx.TransportError
             try:
-                outcome = await self._http.send(endpoint.request(self._http), stream=stream)
+                outcome = await self._http.send(endpoint.request(self._http, model), stream=stream)
                 if outcome.is_success:
                     return outcome
                 await outcome.aread()

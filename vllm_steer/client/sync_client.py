@@ -4,19 +4,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from urllib.parse import quote
 
 import httpx
 
-from vllm_steer.client import endpoints
-from vllm_steer.client.endpoints import Endpoint
+from vllm_steer.client.encoding import to_json
+from vllm_steer.client.endpoints import (
+    CHAT,
+    ROOT,
+    Endpoint,
+    answer_of,
+    auth_headers,
+    check_url,
+    data_param,
+    generation,
+    module_path,
+    served_model,
+    streamed_study,
+    study_result,
+    without_none,
+)
 from vllm_steer.client.events import iter_events
-from vllm_steer.client.responses import CaptureAnswer, Completion, Piece, Rows, parse_error, parse_piece
+from vllm_steer.client.responses import (
+    CaptureAnswer,
+    Completion,
+    Piece,
+    Rows,
+    parse_error,
+    parse_piece,
+    read_capture_file,
+)
 from vllm_steer.client.retry import Retry
+from vllm_steer.errors import SteeringError
 from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
 
 if TYPE_CHECKING:
@@ -61,56 +85,57 @@ class Client:
             timeout: Seconds without data after which a connection fails.
             transport: Replacement for httpx's transport, for tests.
         """
-        headers = endpoints.auth_headers(api_key)
-        self._http = httpx.Client(
-            base_url=endpoints.check_url(url), headers=headers, timeout=timeout, transport=transport
-        )
+        headers = auth_headers(api_key)
+        self._http = httpx.Client(base_url=check_url(url), headers=headers, timeout=timeout, transport=transport)
         self._model = model
         self._retry = retry
 
     def register(self, name: str, **content: Any) -> ModuleInfo:
         """Register a module; the arguments are those of `SteeringRegistry.register`."""
-        return self._request(endpoints.register(name, content))
+        body = {"name": name, **without_none(content, "module")}
+        return self._request(answer_of(ModuleInfo, "POST", "/modules", json=body))
 
     def register_file(self, name: str, source: str | Path | bytes) -> ModuleInfo:
         """Register the module in a local file, also of another tool, given by its path or its bytes."""
-        return self._request(endpoints.register_file(name, source))
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+        return self._request(answer_of(ModuleInfo, "POST", "/modules", content=data, params={"name": name}))
 
     def list(self) -> ModuleList:
         """Return all modules."""
-        return self._request(endpoints.list_modules())
+        return self._request(answer_of(ModuleList, "GET", "/modules"))
 
     def get(self, reference: str, *, data: bool = False) -> ModuleInfo:
         """Return one module, including its vectors if ``data`` is set."""
-        return self._request(endpoints.get_module(reference, data))
+        return self._request(answer_of(ModuleInfo, "GET", module_path(reference), params=data_param(data)))
 
     def delete(self, reference: str) -> Deleted:
         """Delete a module, or one version of it."""
-        return self._request(endpoints.delete_module(reference))
+        # Not idempotent: after the first attempt, the module does not exist.
+        return self._request(answer_of(Deleted, "DELETE", module_path(reference), idempotent=False))
 
     def set(self, **change: Any) -> GlobalSteering:
         """Set global steering; the arguments are those of `SteeringRegistry.set`."""
-        return self._request(endpoints.set_steering(change))
+        return self._request(answer_of(GlobalSteering, "POST", "/set", json=without_none(change, "set")))
 
     def clear(self) -> GlobalSteering:
         """Clear global steering."""
-        return self._request(endpoints.clear_steering())
+        return self._request(answer_of(GlobalSteering, "POST", "/clear"))
 
     def status(self, *, data: bool = False) -> GlobalSteering:
         """Return the global steering, including its vectors if ``data`` is set."""
-        return self._request(endpoints.get_steering(data))
+        return self._request(answer_of(GlobalSteering, "GET", "/set", params=data_param(data)))
 
     def complete(self, prompt: Any, **fields: Any) -> Completion:
         """Complete a prompt; ``fields`` are further fields of the body, such as steering and capture."""
-        return self._request(endpoints.complete(self.model, prompt, fields))
+        return self._request(generation("/v1/completions", {"prompt": prompt, **fields}))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Completion:
         """Answer a conversation; ``fields`` are further fields of the body, such as steering and capture."""
-        return self._request(endpoints.chat(self.model, messages, fields))
+        return self._request(generation(CHAT, {"messages": list(messages), **fields}))
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Iterator[Piece]:
         """Answer a conversation as a stream; the arguments are those of `chat`."""
-        endpoint = endpoints.stream_chat(self.model, messages, fields)
+        endpoint = generation(CHAT, {"messages": list(messages), **fields}, stream=True)
         with closing(self._send(endpoint, stream=True)) as response:
             for event in iter_events(response.iter_bytes()):
                 yield parse_piece(event)
@@ -129,7 +154,7 @@ class Client:
         with closing(self._stream_study({**study, "return_file": True})) as events:
             for event in events:
                 if event["event"] == "summary":
-                    return endpoints.study_result(event)
+                    return study_result(event)
         raise RuntimeError("the server ended the study without a result")
 
     def stream_patch(self, **study: Any) -> Iterator[Mapping[str, Any]]:
@@ -140,7 +165,7 @@ class Client:
         yield from self._stream_study(study)
 
     def _stream_study(self, study: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
-        with closing(self._send(endpoints.stream_patch(study), stream=True)) as response:
+        with closing(self._send(streamed_study(study), stream=True)) as response:
             for event in iter_events(response.iter_bytes()):
                 if event["event"] == "error":
                     parse_piece(event)  # raises the error
@@ -148,23 +173,31 @@ class Client:
 
     def set_strength(self, request_id: str, **strengths: float) -> LiveStrengths:
         """Set live strengths of a running request; ``request_id`` is the ``id`` of its response or pieces."""
-        return self._request(endpoints.set_strength(request_id, strengths))
+        path = f"/requests/{quote(request_id, safe='')}"
+        return self._request(answer_of(LiveStrengths, "POST", path, json=to_json(dict(strengths), "strengths")))
 
     def fetch(self, capture: CaptureAnswer | str) -> dict[tuple[str, int], Rows]:
         """Return the rows of a capture that were too large for the response, by point and layer."""
-        return self._request(endpoints.fetch(capture))
+        capture_id = capture if isinstance(capture, str) else capture.id
+        if capture_id is None:
+            raise SteeringError("capture", "has no rows to fetch: they are part of the answer, or the capture failed")
+        path = f"/v1/captures/{quote(capture_id, safe='')}"
+        return self._request(Endpoint("GET", path, lambda response: read_capture_file(response.content)))
 
     def capabilities(self) -> dict[str, Any]:
         """Return what the server's engine supports, as ``GET /v1/steering/capabilities`` does."""
-        return self._request(endpoints.capabilities())
+        return self._request(Endpoint("GET", f"{ROOT}/capabilities", lambda response: dict(response.json())))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Tokens:
         """Return the tokens of a text."""
-        return self._request(endpoints.tokenize(self.model, text, add_special_tokens))
+        body = {"prompt": text, "add_special_tokens": add_special_tokens}
+        read: Callable[[httpx.Response], Tokens] = lambda response: [*response.json()["tokens"]]  # noqa: E731
+        return self._request(Endpoint("POST", "/tokenize", read, json=body, names_model=True))
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
-        return self._request(endpoints.detokenize(self.model, tokens))
+        body, read = to_json({"tokens": tokens}, "body"), lambda response: str(response.json()["prompt"])
+        return self._request(Endpoint("POST", "/detokenize", read, json=body, names_model=True))
 
     def _patching_runner(self) -> HttpRunner:
         """Return the runner that `PatchingStudy` uses for this client."""
@@ -176,7 +209,7 @@ class Client:
     def model(self) -> str:
         """Model that requests name."""
         if self._model is None:
-            self._model = self._request(endpoints.served_model())
+            self._model = self._request(served_model())
         return self._model
 
     def close(self) -> None:
@@ -196,12 +229,12 @@ class Client:
 
     def _send(self, endpoint: Endpoint[Any], *, stream: bool = False) -> httpx.Response:
         """Send a request, with retries, until it succeeds or fails for good."""
-        attempt = 0
+        attempt, model = 0, self.model if endpoint.names_model else None
         while True:
             attempt += 1
             outcome: httpx.Response | httpx.TransportError
             try:
-                outcome = self._http.send(endpoint.request(self._http), stream=stream)
+                outcome = self._http.send(endpoint.request(self._http, model), stream=stream)
                 if outcome.is_success:
                     return outcome
                 outcome.read()
