@@ -18,7 +18,15 @@ import numpy as np
 from vllm_steer.client.responses import Completion, ServerError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
-from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows, join_characters
+from vllm_steer.patching.runner import (
+    MAX_SCORED,
+    ModelFacts,
+    Score,
+    ScoreRequest,
+    SiteRows,
+    join_characters,
+    spec_of_rows,
+)
 from vllm_steer.request import Edit
 
 if TYPE_CHECKING:
@@ -80,9 +88,7 @@ class HttpRunner:
         self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
     ) -> SiteRows:
         """Return the rows of all tokens of a prompt."""
-        spec = {"hooks": {point: list(layers) for point, layers in sites.items()}, "positions": "all_prompt"}
-        answer = self._complete(tokens, edits, capture={"memory": {**spec, "dtype": "float32"}})
-        report = answer.capture_results["memory"]
+        report = self._complete(tokens, edits, capture=spec_of_rows(sites)).capture_results["memory"]
         if report.status != "ok":
             raise RuntimeError(f"rows of the prompt are missing: {report.error}")
         rows = report.sites or self._client.fetch(report)
@@ -98,30 +104,19 @@ class HttpRunner:
             return list(pool.map(self._score, requests))
 
     def _score(self, request: ScoreRequest) -> Score:
-        length = len(request.tokens)
-        scored = list(dict.fromkeys((*request.wanted, *request.reference)))[:MAX_SCORED]
         try:
-            answer = self._complete(request.tokens, request.edits, logprobs=1, logprob_token_ids=scored)
+            answer = self._complete(request.tokens, request.edits, logprobs=1, logprob_token_ids=request.scored)
             logprobs = _next_token(answer)
         except (ServerError, httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            return Score(error=str(error) or type(error).__name__, prompt_tokens=length)
-        missing = [token for token in request.wanted if token not in logprobs]
-        if missing:
-            return Score(error=f"the server returned no log-probability of token {missing[0]}", prompt_tokens=length)
+            return request.failed(error)
         usage = answer.document.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Score(logprobs, None, int(cached), length)
+        return request.score(logprobs, int(cached), "server")
 
     def _complete(self, tokens: Sequence[int], edits: Sequence[Edit], **fields: Any) -> Completion:
         steering = {"steering": list(edits)} if edits else {}
-        return self._client.complete(
-            list(tokens),
-            max_tokens=1,
-            temperature=0.0,
-            return_tokens_as_token_ids=True,
-            **steering,
-            **fields,
-        )
+        plain = {"max_tokens": 1, "temperature": 0.0, "return_tokens_as_token_ids": True}
+        return self._client.complete(list(tokens), **plain, **steering, **fields)
 
 
 def _next_token(answer: Completion) -> dict[int, float]:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,31 +20,32 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.patching.header import VERSION, SweepInfo
 from vllm_steer.patching.metrics import NUM_MEASURES
 from vllm_steer.patching.result import PatchingResult
+from vllm_steer.patching.sweep import Cell
 
 _KEY = "vllm_steer.patching"
 _ARRAYS = ("clean", "corrupt", "cells", "controls", "random")
+_TABLES = ("errors", "control_errors", "not_run")
 MOST_CHANGE = 0.25
 """Largest distance, in nats or units of the metric, of the unpatched runs of a sweep from those in its file."""
 
 
+_Reasons = list[tuple[Cell, str]]
+
+
 class _Document(msgspec.Struct, frozen=True):
     info: SweepInfo
-    errors: list[tuple[tuple[int, int, int, int], str]]
+    errors: _Reasons
     cached_tokens: int
     prompt_tokens: int
-    control_errors: list[tuple[tuple[int, int, int, int], str]] = []
-    not_run: list[tuple[tuple[int, int, int, int], str]] = []
+    control_errors: _Reasons = []
+    not_run: _Reasons = []
 
 
 def encode(result: PatchingResult) -> bytes:
     """Return the bytes of the file."""
+    tables = {name: list(getattr(result, name).items()) for name in _TABLES}
     document = _Document(
-        result.info,
-        list(result.errors.items()),
-        result.cached_tokens,
-        result.prompt_tokens,
-        list(result.control_errors.items()),
-        list(result.not_run.items()),
+        info=result.info, cached_tokens=result.cached_tokens, prompt_tokens=result.prompt_tokens, **tables
     )
     arrays = {name: np.ascontiguousarray(getattr(result, name)) for name in _ARRAYS}
     arrays["repeat_cases"] = np.array([case for case, _ in result.repeats], np.int64)
@@ -93,20 +96,15 @@ def load(path: Path) -> PatchingResult:
         if (found := arrays[name].shape) != shape:
             problem = f"is damaged: {name} has shape {list(found)}, not {list(shape)}; run the sweep again"
             raise SteeringError(str(path), problem)
+    tables: dict[str, Any] = {name: dict(getattr(document, name)) for name in _TABLES}
     repeats = list(zip(arrays["repeat_cases"].tolist(), arrays["repeats"], strict=True))
     return PatchingResult(
         info,
-        arrays["clean"],
-        arrays["corrupt"],
-        arrays["cells"],
-        arrays["controls"],
-        repeats,
-        dict(document.errors),
-        arrays["random"],
-        document.cached_tokens,
-        document.prompt_tokens,
-        dict(document.control_errors),
-        dict(document.not_run),
+        repeats=repeats,
+        cached_tokens=document.cached_tokens,
+        prompt_tokens=document.prompt_tokens,
+        **{name: arrays[name] for name in _ARRAYS},
+        **tables,
     )
 
 
@@ -156,7 +154,4 @@ def resume(path: Path, fresh: PatchingResult) -> PatchingResult:
             f"{path} has unpatched runs that differ by {change:.3g} from those of this model and metric; use another "
             "file",
         )
-    return PatchingResult(
-        fresh.info, found.clean, found.corrupt, found.cells, found.controls, found.repeats, {}, found.random,
-        found.cached_tokens, found.prompt_tokens,
-    )  # fmt: skip
+    return replace(found, info=fresh.info, errors={}, control_errors={}, not_run={})

@@ -14,7 +14,15 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, engine_context
 from vllm_steer.frontend.logprobs import check_logprobs_mode
 from vllm_steer.params import SamplingParams
-from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows, join_characters
+from vllm_steer.patching.runner import (
+    MAX_SCORED,
+    ModelFacts,
+    Score,
+    ScoreRequest,
+    SiteRows,
+    join_characters,
+    spec_of_rows,
+)
 from vllm_steer.points import points_on
 from vllm_steer.request import Edit
 
@@ -80,14 +88,7 @@ class LocalRunner:
         self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
     ) -> SiteRows:
         """Return the rows of all tokens of a prompt."""
-        spec = {"hooks": {point: list(layers) for point, layers in sites.items()}, "positions": "all_prompt"}
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            steering=list(edits) or None,
-            capture={"memory": {**spec, "dtype": "float32"}},
-        )
+        params = _one_token(steering=list(edits) or None, capture=spec_of_rows(sites))
         result = self.complete(tokens, params).capture_results["memory"]
         if result.status != "ok":
             raise RuntimeError(f"rows of the prompt are missing: {result.error}")
@@ -95,8 +96,7 @@ class LocalRunner:
 
     def top(self, tokens: Sequence[int], count: int) -> dict[int, float]:
         """Return the log-probabilities of the most probable next tokens."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, logprobs=count)
-        output = self.complete(tokens, params)
+        output = self.complete(tokens, _one_token(logprobs=count))
         return {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
 
     @cached_property
@@ -136,7 +136,7 @@ class OfflineRunner(LocalRunner):
             if len(requests) > 1:
                 middle = len(requests) // 2
                 return self.score(requests[:middle]) + self.score(requests[middle:])
-            return [Score(error=str(error), prompt_tokens=len(request.tokens)) for request in requests]
+            return [request.failed(error) for request in requests]
         return [read_score(output, request) for output, request in zip(outputs, requests, strict=True)]
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[Any]:
@@ -155,20 +155,17 @@ def most_reference(vocab: int, max_logprobs: int) -> int:
 def score_params(request: ScoreRequest) -> Any:
     """Return the sampling parameters of a run that is scored."""
     # The sampler returns the log-probabilities of exactly these tokens, which is cheaper than a sorted list.
-    scored = list(dict.fromkeys((*request.wanted, *request.reference)))[:MAX_SCORED]
-    return SamplingParams(
-        max_tokens=1, temperature=0.0, detokenize=False, logprob_token_ids=scored, steering=list(request.edits) or None
-    )
+    return _one_token(logprob_token_ids=request.scored, steering=list(request.edits) or None)
+
+
+def _one_token(**fields: Any) -> Any:
+    return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **fields)
 
 
 def read_score(output: Any, request: ScoreRequest) -> Score:
     """Return the score in a request's output."""
-    length, cached = len(request.tokens), output.num_cached_tokens or 0
     (sample,) = output.outputs
     if sample.finish_reason == "error" or not sample.logprobs:
-        return Score(error=str(sample.stop_reason or "the engine returned no token"), prompt_tokens=length)
+        return request.failed(sample.stop_reason or "the engine returned no token")
     logprobs = {token: float(each.logprob) for token, each in sample.logprobs[0].items()}
-    missing = [token for token in request.wanted if token not in logprobs]
-    if missing:
-        return Score(error=f"the engine returned no log-probability of token {missing[0]}", prompt_tokens=length)
-    return Score(logprobs, None, cached, length)
+    return request.score(logprobs, output.num_cached_tokens or 0, "engine")

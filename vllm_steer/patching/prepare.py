@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,102 +13,20 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_STUDY_POSITIONS
 from vllm_steer.patching.alignment import Alignment, align, read_alignment
-from vllm_steer.patching.axes import Span, read_layers, read_points, read_positions, read_window, windows
-from vllm_steer.patching.header import Direction, PairInfo, SweepInfo
-from vllm_steer.patching.metrics import Array, CustomMetric, read_metric
+from vllm_steer.patching.axes import Span, read_positions, windows
+from vllm_steer.patching.header import PairInfo, SweepInfo
+from vllm_steer.patching.metrics import Array
 from vllm_steer.patching.prompts import Pair, read_tokens
 from vllm_steer.patching.result import PatchingResult
-from vllm_steer.patching.runner import MAX_SCORED, Runner, SiteRows
-from vllm_steer.patching.settings import Corruption, read_direction, read_subspaces
-from vllm_steer.patching.sources import (
-    PromptSource,
-    Source,
-    Subspaces,
-    means,
-    noised,
-    random_subspaces,
-    resampled,
-    zeros,
-)
+from vllm_steer.patching.runner import Runner, SiteRows
+from vllm_steer.patching.settings import Corruption, Settings
+from vllm_steer.patching.sources import PromptSource, Source, means, noised, resampled, zeros
 from vllm_steer.patching.sweep import Case, Sweep, measure
-from vllm_steer.points import PointName
 from vllm_steer.request import Edit
-from vllm_steer.request.scalars import is_integer, read_number, shown
+from vllm_steer.request.scalars import is_integer, shown
 
 EMBEDDINGS = ("pre_attn", 0)
 """Site at which the stream is the embeddings."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of a sweep that have been checked."""
-
-    points: tuple[PointName, ...]
-    row_layers: tuple[Span, ...]
-    layers: tuple[Span, ...]
-    positions: Any
-    position_window: int
-    skip_unaligned: bool
-    """Whether columns may contain positions that have no aligned position, which are then not patched."""
-    direction: Direction
-    metric: str
-    custom: CustomMetric | None
-    strength: float
-    kl_tokens: int
-    subspaces: Subspaces | None
-    random: Subspaces | None
-    """Random directions by site, for the control of subspaces."""
-    control: bool
-
-    @property
-    def sites(self) -> dict[str, list[int]]:
-        """Layers whose rows are needed, by point."""
-        layers = sorted({layer for span in self.layers for layer in range(*span)})
-        return dict.fromkeys(self.points, layers)
-
-
-def read_settings(
-    runner: Runner, pairs: Sequence[Pair], corruption: Corruption, arguments: Mapping[str, Any]
-) -> Settings:
-    """Check the arguments of ``PatchingStudy.sweep``; raise ``SteeringError`` for an invalid one."""
-    facts = runner.facts
-    metric, custom = read_metric(arguments["metric"], has_foil=bool(pairs[0].targets.foil))
-    direction = read_direction(arguments["direction"], corruption)
-    if metric == "recovered" and direction == "ablation":
-        raise SteeringError("metric", "recovered needs a corrupt run, and an ablation has none; use logit_diff")
-    kl_tokens = arguments["kl_tokens"]
-    if kl_tokens is None:
-        kl_tokens = facts.max_reference if metric == "kl" else 0
-    most = min(facts.vocab_size, MAX_SCORED)
-    wanted = 1 if metric == "kl" and arguments["kl_tokens"] is None else kl_tokens
-    if is_integer(wanted) and facts.max_reference < wanted <= most:
-        raise SteeringError("kl_tokens", f"at most {facts.max_reference} {facts.reference_limit}")
-    if not is_integer(kl_tokens) or not 0 <= kl_tokens <= facts.max_reference:
-        raise SteeringError("kl_tokens", f"must be an integer from 0 to {facts.max_reference}, not {shown(kl_tokens)}")
-    if metric == "kl" and not kl_tokens:
-        raise SteeringError("kl_tokens", "must not be 0 with metric='kl'")
-    points = read_points(arguments["points"], facts.points)
-    rows = read_layers(arguments["layers"], facts.num_layers)
-    layers = windows(rows, read_window(arguments["layer_window"], "layer_window"), facts.num_layers)
-    sites = [(point, layer) for point in points for layer in sorted({i for span in layers for i in range(*span)})]
-    subspaces = read_subspaces(arguments["subspace"], sites, facts.hidden_size)
-    control = bool(arguments["control"])
-    return Settings(
-        points=points,
-        row_layers=rows,
-        layers=layers,
-        positions=arguments["positions"],
-        position_window=read_window(arguments["position_window"], "position_window"),
-        skip_unaligned=bool(arguments.get("skip_unaligned", False)),
-        direction=direction,
-        metric=metric,
-        custom=custom,
-        strength=read_number(arguments["strength"], "strength"),
-        kl_tokens=int(kl_tokens),
-        subspaces=subspaces,
-        random=None if subspaces is None or not control else random_subspaces(subspaces, corruption.seed),
-        control=control,
-    )
 
 
 def _subject_forms(count: int) -> str:
@@ -168,15 +86,7 @@ class Preparation:
             random_control=settings.random is not None,
             sources=hashlib.blake2b(repr((where, reference, subjects)).encode(), digest_size=8).hexdigest(),
         )
-        sweep = Sweep(
-            settings.points,
-            settings.layers,
-            tuple(case for case, _ in cases),
-            settings.strength,
-            settings.subspaces,
-            settings.custom,
-            settings.random,
-        )
+        sweep = Sweep(settings, tuple(case for case, _ in cases))
         clean, corrupt = self._unpatched(cases)
         result = PatchingResult.empty(info, clean, corrupt)
         if settings.metric == "recovered":
@@ -188,7 +98,10 @@ class Preparation:
         denoising = settings.direction == "denoising"
         corrupt = pair.corrupt or pair.clean
         base, source = (corrupt, pair.clean) if denoising else (pair.clean, corrupt)
-        alignment = self._align(number, source, base)
+        if self._alignment is None:
+            alignment = align(source, base)
+        else:
+            alignment = read_alignment(self._alignment, len(source), len(base), "alignment")
         pieces = self._runner.pieces(base)
         given = read_positions(settings.positions, pieces)
         if given is None:
@@ -231,11 +144,6 @@ class Preparation:
                 "pairs or a smaller position_window",
             )
 
-    def _align(self, number: int, source: tuple[int, ...], base: tuple[int, ...]) -> Alignment:
-        if self._alignment is None:
-            return align(source, base)
-        return read_alignment(self._alignment, len(source), len(base), "alignment")
-
     @staticmethod
     def _check_columns(infos: Sequence[tuple[PairInfo, Any, Any]]) -> None:
         widths = [len(info.columns) for info, _, _ in infos]
@@ -265,7 +173,7 @@ class Preparation:
         """Return the standard deviation of the embeddings' components over the tokens of all clean prompts."""
         if self._corruption.noise is None:
             return 0.0
-        rows = [self._capture(pair.clean, {EMBEDDINGS[0]: [EMBEDDINGS[1]]})[EMBEDDINGS] for pair in self._pairs]
+        rows = [self._runner.capture(pair.clean, {EMBEDDINGS[0]: [EMBEDDINGS[1]]})[EMBEDDINGS] for pair in self._pairs]
         return float(np.concatenate(rows).std(dtype=np.float64))
 
     def _cases(
@@ -283,7 +191,7 @@ class Preparation:
         clean_next = self._runner.top(pair.clean, settings.kl_tokens) if settings.kl_tokens else None
         clean_rows: SiteRows = {}
         if denoising or corruption.noise is not None:
-            clean_rows = self._capture(pair.clean, self._with_embeddings())
+            clean_rows = self._runner.capture(pair.clean, self._with_embeddings())
         cases = []
         for draw in range(corruption.draws):
             noise = () if corruption.noise is None else self._noise(number, clean_rows, deviation, draw)
@@ -293,11 +201,11 @@ class Preparation:
             elif denoising:
                 source = PromptSource(clean_rows, alignment.source_of)
             else:
-                corrupt = self._capture(pair.corrupt or pair.clean, settings.sites, noise)
+                corrupt = self._runner.capture(pair.corrupt or pair.clean, settings.sites, noise)
                 source = PromptSource(corrupt, alignment.source_of)
             own = None
             if settings.control and (draw == 0 or settings.random is not None):
-                own = PromptSource(self._capture(base, settings.sites, edits), {p: p for p in range(len(base))})
+                own = PromptSource(self._runner.capture(base, settings.sites, edits), {p: p for p in range(len(base))})
             case = Case(base, edits, source, pair.targets, columns, own, clean_next)
             # The run with which the patched runs are compared; a case that is only measured.
             other = case if denoising else replace(case, tokens=pair.corrupt or pair.clean, edits=noise)
@@ -335,7 +243,7 @@ class Preparation:
             flat = [(point, layer) for point, layers in sites.items() for layer in layers]
             return [[zeros(flat, self._runner.facts.hidden_size)]] * len(self._pairs)
         reference = self._reference()
-        captured = [self._capture(tokens, sites) for tokens in reference]
+        captured = [self._runner.capture(tokens, sites) for tokens in reference]
         if corruption.ablate == "mean":
             return [[means(captured)]] * len(self._pairs)
         random = np.random.default_rng(corruption.seed)
@@ -372,8 +280,3 @@ class Preparation:
                     f"the {what} run of pair {i // max(1, len(cases) // len(self._pairs))}: {each.error}"
                 )
         return np.array([each.measures for each in measured])
-
-    def _capture(
-        self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
-    ) -> SiteRows:
-        return self._runner.capture(tokens, sites, edits)

@@ -138,9 +138,7 @@ class PatchingResult:
         Raises:
             SteeringError: The sweep lacks the point, the metric or the control, or clean and corrupt are equal.
         """
-        values: Array = self.values(metric, random=random)[:, self._point(point)]
-        grid: npt.NDArray[np.float32] = values.mean(axis=0).astype(np.float32)
-        return grid
+        return _mean(self.values(metric, random=random)[:, self._point(point)])
 
     def values(self, metric: str | None = None, *, random: bool = False) -> Array:
         """Return the metric of each pair, ``[pairs, points, rows, columns]``; see `grid`."""
@@ -194,9 +192,7 @@ class PatchingResult:
 
     def effect(self, point: str, metric: str | None = None, *, random: bool = False) -> npt.NDArray[np.float32]:
         """Return the mean effect of each cell, float32 ``[rows, columns]``; the arguments are those of `grid`."""
-        effects = self.effects(metric, random=random)[:, self._point(point)]
-        effect: npt.NDArray[np.float32] = effects.mean(axis=0).astype(np.float32)
-        return effect
+        return _mean(self.effects(metric, random=random)[:, self._point(point)])
 
     def baseline(self, metric: str | None = None) -> Array:
         """Return the metric of the unpatched run, ``[pairs]``."""
@@ -261,44 +257,34 @@ class PatchingResult:
     def failed(self) -> list[dict[str, Any]]:
         """Return place and reason of each failed cell, without the cells of `not_run`."""
         return [
-            {
-                "pair": case // self.info.draws,
-                "point": self.info.points[point],
-                "layer": self.info.row_names[row],
-                "position": self.info.column_names[column],
-                "error": reason,
-            }
-            for (case, point, row, column), reason in sorted(self.errors.items())
+            {"pair": case // self.info.draws, **self.place(*place), "error": reason}
+            for (case, *place), reason in sorted(self.errors.items())
         ]
+
+    def place(self, point: int, row: int, column: int) -> dict[str, str]:
+        """Return the names of a cell's place."""
+        names = {"point": self.info.points[point], "layer": self.info.row_names[row]}
+        return {**names, "position": self.info.column_names[column]}
 
     def records(self, metric: str | None = None) -> list[dict[str, Any]]:
         """Return one dict per cell, with the value, the effect and the statistics over the pairs."""
         reasons: dict[tuple[int, ...], str] = {
             cell[1:]: reason for cell, reason in (*self.not_run.items(), *self.errors.items())
         }
-        rows = []
+        rows: list[dict[str, Any]] = []
         for number, point in enumerate(self.info.points):
-            grid, marked, stats = (
-                self.grid(point, metric),
-                self.below_floor(point, metric),
-                self.statistics(point, metric),
-            )
-            for row, column in np.ndindex(grid.shape):
-                rows.append(
-                    {
-                        "point": point,
-                        "layer": self.info.row_names[row],
-                        "position": self.info.column_names[column],
-                        "value": float(grid[row, column]),
-                        "effect": float(stats.effect[row, column]),
-                        "standard_error": float(stats.standard_error[row, column]),
-                        "low": float(stats.low[row, column]),
-                        "high": float(stats.high[row, column]),
-                        "p_value": float(stats.p_value[row, column]),
-                        "below_floor": bool(marked[row, column]),
-                        "error": reasons.get((number, row, column)),
-                    }
-                )
+            marked, stats = self.below_floor(point, metric), self.statistics(point, metric)
+            columns = {"value": self.grid(point, metric)}
+            columns |= {name: getattr(stats, name) for name in ("effect", "standard_error", "low", "high", "p_value")}
+            rows += [
+                {
+                    **self.place(number, row, column),
+                    **{name: float(each[row, column]) for name, each in columns.items()},
+                    "below_floor": bool(marked[row, column]),
+                    "error": reasons.get((number, row, column)),
+                }
+                for row, column in np.ndindex(marked.shape)
+            ]
         return rows
 
     def to_pandas(self, metric: str | None = None) -> Any:
@@ -397,3 +383,9 @@ class PatchingResult:
             f"PatchingResult({self.info.direction}, {', '.join(self.info.points)}, {shape} cells, "
             f"{len(self.info.pairs)} pairs, metric {self.info.metric}, {len(self.errors)} failed)"
         )
+
+
+def _mean(values: Array) -> npt.NDArray[np.float32]:
+    """Return the mean over the pairs."""
+    mean: npt.NDArray[np.float32] = values.mean(axis=0).astype(np.float32)
+    return mean

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,22 @@ class ScoreRequest:
     reference: tuple[int, ...] = ()
     """Tokens whose log-probabilities are of use; the engine may return other frequent ones instead."""
 
+    @property
+    def scored(self) -> list[int]:
+        """Tokens whose log-probabilities are asked for, at most `MAX_SCORED`."""
+        return list(dict.fromkeys((*self.wanted, *self.reference)))[:MAX_SCORED]
+
+    def score(self, logprobs: Mapping[int, float], cached_tokens: int, source: str) -> Score:
+        """Return the score with the log-probabilities of an answer, or with the error that one is missing."""
+        missing = [token for token in self.wanted if token not in logprobs]
+        if missing:
+            return self.failed(f"the {source} returned no log-probability of token {missing[0]}")
+        return Score(logprobs, None, cached_tokens, len(self.tokens))
+
+    def failed(self, error: object) -> Score:
+        """Return the score of a request that failed."""
+        return Score(error=str(error) or type(error).__name__, prompt_tokens=len(self.tokens))
+
 
 @dataclass(frozen=True, eq=False)
 class Score:
@@ -64,6 +80,12 @@ class Score:
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     prompt_tokens: int = 0
+
+
+def spec_of_rows(sites: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return the capture spec of the rows of all tokens of a prompt, as float32."""
+    hooks = {point: list(layers) for point, layers in sites.items()}
+    return {"memory": {"hooks": hooks, "positions": "all_prompt", "dtype": "float32"}}
 
 
 CONTINUED = "\ufffd"

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.patching.axes import Span, read_layers, read_points, read_window, windows
 from vllm_steer.patching.header import Direction
+from vllm_steer.patching.metrics import CustomMetric, read_metric
+from vllm_steer.patching.prompts import Pair
+from vllm_steer.patching.runner import MAX_SCORED, Runner
+from vllm_steer.patching.sources import Subspaces, random_subspaces
+from vllm_steer.points import PointName
 from vllm_steer.request.matrix import SUBSPACE, Matrix, is_matrix, parse_matrix, parse_subspace
 from vllm_steer.request.scalars import is_integer, read_choice, read_number, shown
 
@@ -135,3 +141,75 @@ def _read_directions(value: object, hidden: int, field: str) -> Matrix:
     if directions.shape[1] != hidden:
         raise SteeringError(field, f"has shape {list(directions.shape)}; directions are [k, {hidden}]")
     return parse_subspace(directions, hidden, field)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of a sweep that have been checked."""
+
+    points: tuple[PointName, ...]
+    row_layers: tuple[Span, ...]
+    layers: tuple[Span, ...]
+    positions: Any
+    position_window: int
+    skip_unaligned: bool
+    """Whether columns may contain positions that have no aligned position, which are then not patched."""
+    direction: Direction
+    metric: str
+    custom: CustomMetric | None
+    strength: float
+    kl_tokens: int
+    subspaces: Subspaces | None
+    random: Subspaces | None
+    """Random directions by site, for the control of subspaces."""
+    control: bool
+
+    @property
+    def sites(self) -> dict[str, list[int]]:
+        """Layers whose rows are needed, by point."""
+        layers = sorted({layer for span in self.layers for layer in range(*span)})
+        return dict.fromkeys(self.points, layers)
+
+
+def read_settings(
+    runner: Runner, pairs: Sequence[Pair], corruption: Corruption, arguments: Mapping[str, Any]
+) -> Settings:
+    """Check the arguments of ``PatchingStudy.sweep``; raise ``SteeringError`` for an invalid one."""
+    facts = runner.facts
+    metric, custom = read_metric(arguments["metric"], has_foil=bool(pairs[0].targets.foil))
+    direction = read_direction(arguments["direction"], corruption)
+    if metric == "recovered" and direction == "ablation":
+        raise SteeringError("metric", "recovered needs a corrupt run, and an ablation has none; use logit_diff")
+    kl_tokens = arguments["kl_tokens"]
+    if kl_tokens is None:
+        kl_tokens = facts.max_reference if metric == "kl" else 0
+    most = min(facts.vocab_size, MAX_SCORED)
+    wanted = 1 if metric == "kl" and arguments["kl_tokens"] is None else kl_tokens
+    if is_integer(wanted) and facts.max_reference < wanted <= most:
+        raise SteeringError("kl_tokens", f"at most {facts.max_reference} {facts.reference_limit}")
+    if not is_integer(kl_tokens) or not 0 <= kl_tokens <= facts.max_reference:
+        raise SteeringError("kl_tokens", f"must be an integer from 0 to {facts.max_reference}, not {shown(kl_tokens)}")
+    if metric == "kl" and not kl_tokens:
+        raise SteeringError("kl_tokens", "must not be 0 with metric='kl'")
+    points = read_points(arguments["points"], facts.points)
+    rows = read_layers(arguments["layers"], facts.num_layers)
+    layers = windows(rows, read_window(arguments["layer_window"], "layer_window"), facts.num_layers)
+    sites = [(point, layer) for point in points for layer in sorted({i for span in layers for i in range(*span)})]
+    subspaces = read_subspaces(arguments["subspace"], sites, facts.hidden_size)
+    control = bool(arguments["control"])
+    return Settings(
+        points=points,
+        row_layers=rows,
+        layers=layers,
+        positions=arguments["positions"],
+        position_window=read_window(arguments["position_window"], "position_window"),
+        skip_unaligned=bool(arguments.get("skip_unaligned", False)),
+        direction=direction,
+        metric=metric,
+        custom=custom,
+        strength=read_number(arguments["strength"], "strength"),
+        kl_tokens=int(kl_tokens),
+        subspaces=subspaces,
+        random=None if subspaces is None or not control else random_subspaces(subspaces, corruption.seed),
+        control=control,
+    )

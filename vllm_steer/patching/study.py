@@ -17,12 +17,12 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.patching.axes import read_window, tile
 from vllm_steer.patching.file import check_place, resume
 from vllm_steer.patching.metrics import CustomMetric
-from vllm_steer.patching.prepare import Preparation, read_settings
+from vllm_steer.patching.prepare import Preparation
 from vllm_steer.patching.progress import Progress
 from vllm_steer.patching.prompts import Pair, read_pair, read_pairs
 from vllm_steer.patching.result import PatchingResult
 from vllm_steer.patching.runner import Runner
-from vllm_steer.patching.settings import read_corruption
+from vllm_steer.patching.settings import read_corruption, read_settings
 from vllm_steer.patching.sweep import Batch, Cell, run_batches
 from vllm_steer.request.scalars import read_number
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -11,11 +10,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from vllm_steer.patching.axes import Span
 from vllm_steer.patching.metrics import NUM_MEASURES, Array, CustomMetric, Targets
 from vllm_steer.patching.runner import Runner, Score, ScoreRequest
-from vllm_steer.patching.sources import Source, Subspaces, cell_edits, random_control_edits
-from vllm_steer.points import PointName
+from vllm_steer.patching.settings import Settings
+from vllm_steer.patching.sources import Source, cell_edits, random_control_edits
 from vllm_steer.request import Edit
 
 Cell: TypeAlias = tuple[int, int, int, int]
@@ -49,20 +47,13 @@ class Case:
 class Sweep:
     """All cells of a grid."""
 
-    points: tuple[PointName, ...]
-    layers: tuple[Span, ...]
+    settings: Settings
     cases: tuple[Case, ...]
-    strength: float = 1.0
-    subspaces: Subspaces | None = None
-    custom: CustomMetric | None = None
-    random: Subspaces | None = None
-    """Random directions by site, in which each cell is run a second time as a control."""
-    batch: int = BATCH
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Number of cases, points, spans of layers and columns."""
-        return len(self.cases), len(self.points), len(self.layers), len(self.cases[0].columns)
+        return len(self.cases), len(self.settings.points), len(self.settings.layers), len(self.cases[0].columns)
 
     def cells(self) -> list[Cell]:
         """Return all cells, those of one case together and with descending positions.
@@ -125,9 +116,8 @@ def run_batches(
         for site in product(range(cases), range(points), range(layers))
         if sweep.cases[site[0]].own_rows is not None and site not in controlled
     ]
-    for start in range(0, max(len(cells), 1), sweep.batch):
-        part = cells[start : start + sweep.batch]
-        yield _run(sweep, runner, part, controls)
+    for start in range(0, max(len(cells), 1), BATCH):
+        yield _run(sweep, runner, cells[start : start + BATCH], controls)
         controls = []
 
 
@@ -149,35 +139,34 @@ def measure(
 
 
 def _run(sweep: Sweep, runner: Runner, cells: Sequence[Cell], controls: Sequence[Site]) -> Batch:
-    present = sorted(Counter(cell[0] for cell in cells) or range(len(sweep.cases)))
+    settings = sweep.settings
+    present = sorted({cell[0] for cell in cells} or range(len(sweep.cases)))
     failed: dict[Cell, Measured] = {}
     runs: list[tuple[Case, tuple[Edit, ...]]] = []
     kept: list[Cell] = []
     drawn: list[tuple[Case, tuple[Edit, ...]]] = []
     for cell in cells:
         runner.check()
-        case, point, layers = sweep.cases[cell[0]], sweep.points[cell[1]], sweep.layers[cell[2]]
-        positions = case.columns[cell[3]]
+        case = sweep.cases[cell[0]]
+        place = settings.points[cell[1]], settings.layers[cell[2]], case.columns[cell[3]], settings.strength
         try:
-            edits = cell_edits(case.source, point, layers, positions, sweep.strength, sweep.subspaces)
-            if sweep.subspaces is not None and sweep.random is not None and case.own_rows is not None:
-                control = random_control_edits(
-                    case.source, case.own_rows, point, layers, positions, sweep.strength, sweep.subspaces, sweep.random
-                )
+            edits = cell_edits(case.source, *place, settings.subspaces)
+            if settings.subspaces is not None and settings.random is not None and case.own_rows is not None:
+                control = random_control_edits(case.source, case.own_rows, *place, settings.subspaces, settings.random)
                 drawn.append((case, control))
         except ValueError as error:  # for example rows that are not finite
             failed[cell] = Measured(MISSING, str(error), 0, 0)
             continue
         runs.append((case, edits))
         kept.append(cell)
-    for number, place, row in controls:
+    for number, point, row in controls:
         runner.check()
         case = sweep.cases[number]
         if case.own_rows is not None:
             covered = sorted({position for column in case.columns for position in column})
-            runs.append((case, cell_edits(case.own_rows, sweep.points[place], sweep.layers[row], covered, 1.0)))
+            runs.append((case, cell_edits(case.own_rows, settings.points[point], settings.layers[row], covered, 1.0)))
     runs += [(sweep.cases[number], ()) for number in present]
-    results = iter(measure(runner, runs + drawn, sweep.custom))
+    results = iter(measure(runner, runs + drawn, settings.custom))
     return Batch(
         {cell: next(results) for cell in kept} | failed,
         {control: next(results) for control in controls},

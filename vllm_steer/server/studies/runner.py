@@ -124,7 +124,7 @@ class EngineRunner(LocalRunner):
                         params = await asyncio.to_thread(self._score_params, request)
                     return read_score(await self._generate(request.tokens, params), request)
                 except Exception as error:  # an engine raises errors of many classes
-                    return Score(error=str(error) or type(error).__name__, prompt_tokens=len(request.tokens))
+                    return request.failed(error)
 
         return list(await asyncio.gather(*map(score, requests)))
 
