@@ -74,7 +74,7 @@ def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
 
 
 def register_mood(url: str, api_key: str | None = None) -> None:
-    """Register the module ``mood``: the direction from sad to happy sentences, and a probe of it.
+    """Register ``mood``, the direction from sad to happy sentences with a probe of it, and ``sunny`` for expressions.
 
     The direction is the difference of the means of the stream over the sentences, as in ``vllm_steer.lab``.
     """
@@ -94,6 +94,12 @@ def register_mood(url: str, api_key: str | None = None) -> None:
             description=f"happy (positive) or sad (negative); 1 adds {DOSE} of the stream's length",
             decode={"post_block": {LAYER: difference / size * length * DOSE}},
             probes={"happy": {"weights": weights, "bias": bias, "point": "post_block", "layer": LAYER}},
+        )
+        client.register(
+            "sunny",
+            description="the direction of mood, for all tokens, with the stream's length: for expressions",
+            base={"post_block": {LAYER: difference}},
+            provenance={"stream": {str(LAYER): length}},
         )
 
 

@@ -47,6 +47,17 @@ CONTRAST = """() => {
 }"""
 """Returns the elements whose text has less contrast than WCAG AA demands."""
 
+BROKEN_WORDS = """() => [...document.querySelectorAll("thead th")].filter((element) => {
+  const range = document.createRange();
+  const node = element.firstChild;
+  return node?.nodeType === 3 && [...node.data.matchAll(/\\w+/g)].some(({ index, 0: word }) => {
+    range.setStart(node, index);
+    range.setEnd(node, index + word.length);
+    return range.getClientRects().length > 1;
+  });
+}).map((element) => element.textContent)"""
+"""Returns the headings of columns with a word that goes over several lines."""
+
 UNNAMED = """() => [...document.querySelectorAll("input, select, textarea, button, a, [role=listbox], svg[role=img]")]
   .filter((element) => element.checkVisibility())
   .filter((element) => !(element.labels?.length || element.ariaLabel || element.textContent.trim()))

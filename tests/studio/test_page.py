@@ -15,6 +15,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.studio.browser import (
+    BROKEN_WORDS,
     CHAT_ROUTE,
     CONTRAST,
     MARKUP,
@@ -145,8 +146,11 @@ def test_contrast_and_names_of_controls(scheme: str, opened: Opened, pictures: P
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_axe_finds_no_violation(scheme: str, opened: Opened, tmp_path: Path) -> None:
-    """Catches roles, names, headings, tables or colours that assistive technology cannot use."""
+def test_axe_finds_no_violation_and_phones_show_all(scheme: str, opened: Opened, tmp_path: Path) -> None:
+    """Catches roles, names, headings, tables or colours that assistive technology cannot use, also on a phone.
+
+    A view that scrolls sideways at a phone's width, or a table that breaks its words into letters, is wrong, too.
+    """
     opened.page.emulate_media(color_scheme=scheme)
     opened.context.add_init_script(path=unpack("axe-core@4.14.1", tmp_path) / "axe.min.js")
     page = opened.open()
@@ -165,11 +169,15 @@ def test_axe_finds_no_violation(scheme: str, opened: Opened, tmp_path: Path) -> 
         page.wait_for_load_state("networkidle") if view != "traffic" else expect(
             page.locator("td").first
         ).to_be_visible()
-        found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
-        assert (
-            found["passes"]
-            and [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found["violations"]] == []
-        )
+        for width in (390, 1280):
+            page.set_viewport_size({"width": width, "height": 860})
+            found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
+            assert (
+                found["passes"]
+                and [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found["violations"]] == []
+            )
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, view
+            assert page.evaluate(BROKEN_WORDS) == [], view
 
 
 def test_pure_parts(opened: Opened) -> None:

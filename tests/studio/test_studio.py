@@ -145,6 +145,27 @@ def test_steer_takes_pasted_vectors_and_files(opened: Opened, tmp_path: Path) ->
     expect(page.get_by_text("First difference at token 1:")).to_be_visible()
 
 
+def test_an_expression_steers_instead_of_edits(opened: Opened) -> None:
+    """Catches an expression that is not sent as it is, one that is dropped beside edits, and a refusal not shown."""
+    page = opened.open("steer")
+    page.get_by_label("Most tokens").fill("6")
+    field, run = page.get_by_label("Expression instead of edits"), page.get_by_role("button", name="Run both")
+    field.fill(" 0.3 sunny@answer ")
+    with page.expect_request(lambda request: "sunny" in (request.post_data or "")) as sent:
+        run.click()
+    assert sent.value.post_data_json["steering"] == "0.3 sunny@answer"
+    expect(page.get_by_text("First difference at token")).to_be_visible()
+    expect(page.locator(".status").last).to_contain_text("done")
+    field.fill("0.3 nothing")
+    run.click()
+    expect(page.locator(".side-by-side").last.get_by_role("alert")).to_contain_text("nothing")
+    page.get_by_label("Module", exact=True).select_option("mood")
+    page.get_by_role("button", name="Add module").click()
+    run.click()
+    expect(page.locator(".steer > .error")).to_contain_text("either edits or an expression")
+    page.wait_for_function("() => location.hash.includes('expression=0.3')")
+
+
 def test_probes_colour_the_stream_and_stop_it(opened: Opened, pictures: Path) -> None:
     """Catches values of other tokens than those that are coloured, and a stop that is not sent."""
     page = opened.open("probes")

@@ -44,14 +44,6 @@ export function noteGlobal(digest) {
 	refreshGlobal();
 }
 
-function headersOf(body, type) {
-	/** @type {Record<string, string>} */
-	const headers = {};
-	if (body !== undefined) headers["Content-Type"] = type;
-	if (key.value) headers.Authorization = `Bearer ${key.value}`;
-	return headers;
-}
-
 /** Return the message of an error body, as the API words it. */
 export function messageOf(status, text) {
 	try {
@@ -68,12 +60,15 @@ export function messageOf(status, text) {
 /** Send a request and return its response. Throws an ApiError unless it is a success. */
 export async function send(method, path, body, options) {
 	const { type = "application/json", signal: abort } = options ?? {};
-	const payload = body === undefined || body instanceof ArrayBuffer ? body : JSON.stringify(body);
+	const payload = body instanceof ArrayBuffer ? body : JSON.stringify(body);
+	/** @type {Record<string, string>} */
+	const headers = body === undefined ? {} : { "Content-Type": type };
+	if (key.value) headers.Authorization = `Bearer ${key.value}`;
 	let response;
 	try {
 		response = await fetch(new URL(path, BASE), {
 			method,
-			headers: headersOf(body, type),
+			headers,
 			body: payload,
 			signal: abort,
 			credentials: "omit",
@@ -193,11 +188,9 @@ export function curlOf(path, body) {
 
 /** Return a JSON value as Python writes it. */
 export function literalOf(value) {
-	if (value === true) return "True";
-	if (value === false) return "False";
-	if (value === null) return "None";
+	const text = JSON.stringify(value);
 	if (Array.isArray(value)) return `[${value.map(literalOf).join(", ")}]`;
-	if (typeof value !== "object") return JSON.stringify(value);
+	if (typeof value !== "object" || !value) return { true: "True", false: "False", null: "None" }[text] ?? text;
 	return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${literalOf(each)}`).join(", ")}}`;
 }
 

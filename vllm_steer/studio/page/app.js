@@ -12,15 +12,7 @@ import { Steer } from "./steer.js";
 import { Traffic } from "./traffic.js";
 import { Alert, Button, effect, Field, html, render, signal, submits, untracked, View } from "./ui.js";
 
-const VIEWS = {
-	chat: Chat,
-	steer: Steer,
-	probes: Probes,
-	patching: Patching,
-	traffic: Traffic,
-	modules: Modules,
-	server: Server,
-};
+const VIEWS = { chat: Chat, steer: Steer, probes: Probes, patching: Patching, traffic: Traffic, modules: Modules, server: Server };
 const titleOf = (name) => name[0].toUpperCase() + name.slice(1);
 
 const view = signal(viewOf(location.hash));

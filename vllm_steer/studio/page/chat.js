@@ -63,8 +63,8 @@ export function readNumbers(text, what) {
 }
 
 /** Return layers spread over the model, the last one among them, as many as the engine can record with `k` tokens each. */
-export function spreadLayers(count, columns, k, most = 10) {
-	const n = Math.min(count, most, Math.floor(columns / (2 * k)));
+export function spreadLayers(count, columns, k) {
+	const n = Math.min(count, 10, Math.floor(columns / (2 * k)));
 	return Array.from({ length: n }, (_, i) => count - 1 - Math.round(((n - 1 - i) * count) / n));
 }
 

@@ -45,18 +45,22 @@ export function fitting(edits) {
 
 const isVector = (value) => Array.isArray(value) && value.length > 1 && value.every((each) => typeof each === "number");
 
+/** Return the value of pasted JSON. */
+export function parsed(text) {
+	try {
+		return JSON.parse(text);
+	} catch (error) {
+		throw new Error(`This is not JSON: ${error.message}`);
+	}
+}
+
 /**
  * Read pasted JSON: one edit or a list of edits as the API has them, a list of numbers, or Neuronpedia's vector.
  * @param {string} text
  * @param {{point: string, layer: number}} site where a list of numbers is added
  */
 export function editsOfText(text, site) {
-	let value;
-	try {
-		value = JSON.parse(text);
-	} catch (error) {
-		throw new Error(`This is not JSON: ${error.message}`);
-	}
+	const value = parsed(text);
 	if (isVector(value)) {
 		if (!Number.isInteger(site.layer) || site.layer < 0) throw new Error("A list of numbers needs a layer, counted from 0.");
 		return [{ kind: "add", point: site.point, layers: [site.layer], vector: value, tokens: "all" }];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Modules: list, upload, delete; global steering with a warning of whom it concerns.
 
-import { ask, overall, refreshGlobal } from "./api.js";
+import { ask, overall, pointChoices, refreshGlobal } from "./api.js";
 import { ranges, Table } from "./server.js";
 import { Alert, Button, chosenOf, Field, html, short, signal, submits, View } from "./ui.js";
 
@@ -48,6 +48,10 @@ export const choices = () => modules.value.map((each) => [each.name, each.name])
 
 export const NoModules = () =>
 	html`<p class="hint">No modules are registered. Upload a file under <a href="#modules">Modules</a>, or use <code>vllm-steer modules add</code>.</p>`;
+
+/** Fields of the point and layer of pasted numbers. */
+export const SiteFields = ({ point, layer }) => html`<${Field} label="Point" kind="select" value=${point} options=${pointChoices()} />
+	<${Field} label="Layer" kind="number" min="0" value=${layer} />`;
 
 /** Return whether global steering is set, in words. */
 export function globalWords() {
@@ -101,10 +105,6 @@ async function clearGlobal() {
 	if (await attempt(() => ask("POST", "v1/steering/clear"))) await refresh();
 }
 
-function choose(name) {
-	asked.value = name;
-}
-
 const rowOf = (module) => [
 	module.name,
 	module.description,
@@ -112,13 +112,12 @@ const rowOf = (module) => [
 	module.probes.join(", ") || "none",
 	html`<code>${module.digest.slice(0, 19)}</code> (${module.versions.length})`,
 	asked.value === module.name
-		? html`<${Button} class="danger" onClick=${() => remove(module.name)}>Delete for everybody<//> <${Button} onClick=${() => choose("")}>Keep<//>`
-		: html`<${Button} class="quiet" aria-label=${`Delete ${module.name}`} onClick=${() => choose(module.name)}>Delete<//>`,
+		? html`<${Button} class="danger" onClick=${() => remove(module.name)}>Delete for everybody<//> <${Button} onClick=${() => (asked.value = "")}>Keep<//>`
+		: html`<${Button} class="quiet" aria-label=${`Delete ${module.name}`} onClick=${() => (asked.value = module.name)}>Delete<//>`,
 ];
 
 class Global extends View {
 	view() {
-		const now = overall.value;
 		return html`<section aria-label="Global steering">
 			<h3>Global steering</h3>
 			<p role="status">${globalWords()}</p>
@@ -130,7 +129,7 @@ class Global extends View {
 				<${Field} label="Scale" kind="number" step="0.1" value=${scale} />
 				<${Field} label="I mean all requests" kind="checkbox" value=${sure} />
 				<button type="submit" class="danger" disabled=${!sure.value || !modules.value.length}>Set for everybody</button>
-				<${Button} onClick=${clearGlobal} disabled=${!now?.digest}>Clear<//>
+				<${Button} onClick=${clearGlobal} disabled=${!overall.value?.digest}>Clear<//>
 			</form>
 		</section>`;
 	}
@@ -142,7 +141,7 @@ export class Modules extends View {
 	}
 
 	view() {
-		return html`<div class="tables">
+		return html`<div>
 			<div class="row">
 				<${Field} label="Name" value=${name} hint="of the new module; empty for the file's" />
 				<label class="file">File of a module or of another tool <input type="file" onChange=${upload} /></label>

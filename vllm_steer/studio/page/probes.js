@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Probes: readouts over a stream, with a threshold; a stop or edits beyond it.
 
-import { pointChoices, report } from "./api.js";
-import { editsFrom, gated } from "./edits.js";
-import { choices as moduleChoices, modules, problem as refused, refreshModules } from "./modules.js";
+import { report } from "./api.js";
+import { editsFrom, gated, parsed } from "./edits.js";
+import { choices as moduleChoices, modules, problem as refused, refreshModules, SiteFields } from "./modules.js";
 import { listSetting, share } from "./share.js";
 import { CopyTurn, Inspector, Legend, Status, Tokens } from "./tokens.js";
 import { colour, Turn } from "./turn.js";
@@ -34,7 +34,7 @@ export const probesOf = (list) => list.flatMap((each) => each.probes.map((probe)
 export function extent(values, bound) {
 	const all = Number.isFinite(bound) ? [...values, bound] : values;
 	if (!all.length) return [0, 1];
-	const [low, high] = all.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+	const [low, high] = [Math.min(...all), Math.max(...all)];
 	return low === high ? [low - 1, high + 1] : [low, high];
 }
 
@@ -74,11 +74,11 @@ share("probes", { ...settings, probes });
 
 function addPasted() {
 	try {
-		const probe = JSON.parse(pasted.value);
+		const probe = parsed(pasted.value);
 		if (layer.value === "") throw new Error("The probe needs a layer, counted from 0.");
 		add(`pasted, layer ${layer.value}`, { probe, point: point.value, layer: Number(layer.value), sigmoid: sigmoid.value });
 	} catch (error) {
-		problem.value = error instanceof SyntaxError ? `This is not JSON: ${error.message}` : error.message;
+		problem.value = error.message;
 	}
 }
 
@@ -108,7 +108,7 @@ async function run() {
 	if (turn.value === mine) mine.run([{ role: "user", content: settings.prompt.value }], fields);
 }
 
-const values = (name) => turn.value.tokens.map((token) => token.scores[name]).filter((value) => value !== undefined && value !== null);
+const values = (name) => turn.value.values[name] ?? [];
 const isOver = (item, value) => (item.side.value === "above" ? value > Number(item.bound.value) : value < Number(item.bound.value));
 
 class Probe extends View {
@@ -119,7 +119,7 @@ class Probe extends View {
 		if (found.length) item.seen = [Math.min(...item.seen, ...found), Math.max(...item.seen, ...found)];
 		const [low, high] = sliderRange(item.seen, Number(item.bound.value));
 		const over = found.filter((value) => isOver(item, value)).length;
-		const steered = turn.value.tokens.filter((token) => token.mark).length;
+		const steered = item.gate.value && turn.value.tokens.filter((token) => token.mark).length;
 		const id = `bound-${item.name}`;
 		const onInput = ({ target }) => {
 			item.bound.value = target.type === "range" ? String(short(Number(target.value))) : target.value;
@@ -141,7 +141,7 @@ class Probe extends View {
 				<${Button} class="quiet" aria-pressed=${shown.value === item.name} onClick=${() => (shown.value = item.name)}>Colour by this<//>
 				<${Remove} item=${item} from=${rack} />
 			</div>
-			${found.length ? html`<p class="hint">${over} of ${plural(found.length, "token")} ${item.side.value} ${short(Number(item.bound.value))}; from ${short(Math.min(...found))} to ${short(Math.max(...found))}${item.gate.value && steered ? `; ${plural(steered, "token")} steered` : ""}</p>` : null}
+			${found.length ? html`<p class="hint">${over} of ${plural(found.length, "token")} ${item.side.value} ${short(Number(item.bound.value))}; from ${short(Math.min(...found))} to ${short(Math.max(...found))}${steered ? `; ${plural(steered, "token")} steered` : ""}</p>` : null}
 		</fieldset>`;
 	}
 }
@@ -196,8 +196,7 @@ export class Probes extends View {
 					<summary>Paste a probe</summary>
 					<${Field} label="Weights (JSON)" kind="textarea" rows="3" value=${pasted} spellcheck="false" />
 					<div class="row">
-						<${Field} label="Point" kind="select" value=${point} options=${pointChoices()} />
-						<${Field} label="Layer" kind="number" min="0" value=${layer} />
+						<${SiteFields} ...${{ point, layer }} />
 						<${Field} label="Sigmoid" kind="checkbox" value=${sigmoid} />
 						<${Button} onClick=${addPasted}>Add pasted<//>
 					</div>

@@ -24,7 +24,7 @@ export function ranges(layers) {
 
 const size = (bytes) => (bytes >= 2 ** 20 ? `${(bytes / 2 ** 20).toFixed(1)} MiB` : `${(bytes / 1024).toFixed(1)} KiB`);
 
-export const Table = ({ caption, head, rows }) => html`<table>
+export const Table = ({ caption, head, rows }) => html`<div class="wide"><table>
 	<caption>${caption}</caption>
 	<thead>
 		<tr>${head.map((each) => html`<th scope="col">${each}</th>`)}</tr>
@@ -32,7 +32,7 @@ export const Table = ({ caption, head, rows }) => html`<table>
 	<tbody>
 		${rows.map(([first, ...rest]) => html`<tr><th scope="row">${first}</th>${rest.map((each) => html`<td>${each}</td>`)}</tr>`)}
 	</tbody>
-</table>`;
+</table></div>`;
 
 function refusals(found) {
 	const rows = [];
@@ -61,7 +61,7 @@ export class Server extends View {
 			["vLLM", `${found.vllm}, ${found.vllm_is_tested ? "tested" : (found.vllm_check ?? "untested")}`],
 			["Self-check at start", found.self_checks.map((each) => (each.ran === false ? "skipped" : "passed")).join(", ") || "none"],
 		];
-		return html`<div class="tables">
+		return html`<div>
 			<${Alert} text=${found.problem} />
 			<${Table} caption="Engine" head=${["Fact", "Value"]} rows=${facts} />
 			<${Table}
@@ -70,8 +70,7 @@ export class Server extends View {
 				rows=${found.points.map((point) => [
 					point.name,
 					point.value,
-					point.edits ? "all layers" : point.on ? "not all layers" : "off",
-					point.reads ? "all layers" : point.on ? "not all layers" : "off",
+					...[point.edits, point.reads].map((all) => (all ? "all layers" : point.on ? "not all layers" : "off")),
 					point.seen_by,
 				])}
 			/>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steer: plain beside steered from one seed; sliders are live strengths that act in the running stream.
 
-import { ask, pointChoices, report } from "./api.js";
+import { ask, report } from "./api.js";
 import { editsFrom, editsOfFile, editsOfText, factor, fitting, live } from "./edits.js";
-import { choices, modules, NoModules, problem as refused, refresh, titleOf } from "./modules.js";
+import { choices, modules, NoModules, problem as refused, refresh, SiteFields, titleOf } from "./modules.js";
 import { listSetting, share } from "./share.js";
 import { CopyTurn, Inspector, Legend, Status, Tokens } from "./tokens.js";
 import { colour, firstDifference, Turn } from "./turn.js";
@@ -12,6 +12,7 @@ import { Alert, Button, chosenOf, effect, Field, html, plural, PromptForm, promp
 const settings = promptSettings("Tell me about a walk through the town.");
 const strengths = signal([]);
 const chosen = signal("");
+const expression = signal("");
 const pasted = signal("");
 const point = signal("post_block");
 const layer = signal("");
@@ -55,7 +56,7 @@ const edits = listSetting(
 	},
 	problem,
 );
-share("steer", { ...settings, edits });
+share("steer", { ...settings, edits, expression });
 
 effect(() => {
 	if (report.value) strengths.value.filter((each) => !each.edits).forEach((each) => untracked(() => load(each)));
@@ -102,9 +103,11 @@ async function run() {
 	stop();
 	const common = sampling(settings);
 	const messages = [{ role: "user", content: settings.prompt.value }];
+	const text = expression.value.trim();
 	let steering;
 	try {
-		steering = strengths.value.flatMap((item) => {
+		if (text && strengths.value.length) throw new Error("A request has either edits or an expression: remove one of them.");
+		steering = text || strengths.value.flatMap((item) => {
 			if (item.fault.value) throw new Error(`${item.title}: ${item.fault.value}`);
 			item.start = item.sent = strengthOf(item);
 			return live(item.edits, item.name, item.start);
@@ -180,7 +183,7 @@ class Side extends View {
 	view() {
 		const { title, turn } = this.props;
 		const idle = turn.state.value === "idle";
-		const bare = title === "Steered" && !(idle ? strengths.value.length : turn.request.steering);
+		const bare = title === "Steered" && !(idle ? strengths.value.length || expression.value.trim() : turn.request.steering);
 		return html`<section class="side-by-side">
 			<h3>${title}${bare ? " (no edits)" : ""}</h3>
 			<${Tokens}
@@ -229,12 +232,12 @@ export class Steer extends View {
 						: html`<${NoModules} />`}
 					<${Button} class="quiet" onClick=${refresh}>Refresh modules<//>
 				</div>
+				<${Field} label="Expression instead of edits" value=${expression} hint="modules in doses, such as 0.2 calm@answer - 0.1 formal" />
 				<details>
 					<summary>Paste or open a vector</summary>
 					<${Field} label="Vector or edits (JSON)" kind="textarea" rows="3" value=${pasted} spellcheck="false" />
 					<div class="row">
-						<${Field} label="Point" kind="select" value=${point} options=${pointChoices()} />
-						<${Field} label="Layer" kind="number" min="0" value=${layer} />
+						<${SiteFields} ...${{ point, layer }} />
 						<${Button} onClick=${() => attempt("pasted", () => editsOfText(pasted.value, siteOf()))}>Add pasted<//>
 						<label class="file">File (.safetensors of a module, .json) <input type="file" onChange=${addFile} /></label>
 					</div>

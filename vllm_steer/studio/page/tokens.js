@@ -141,7 +141,7 @@ export class Inspector extends View {
 			<p>
 				${token.logprob === undefined ? null : html`Probability ${percent(token.logprob)}. `}
 				${token.lens ? settledWords(token) : null}
-				${Object.entries(token.scores).map(([name, value]) => html` <span>${turn.titles[name] ?? name}: ${short(value)}</span>`)}
+				${Object.entries(token.scores).map(([name, value]) => html` <span>${turn.titles[name] ?? name}: ${short(value)}.</span>`)}
 				${token.mark ? html` ${token.mark}.` : null}
 			</p>
 			${token.top.length ? this.row(token, "Sampler", token.top.map((each) => [each.text, each.logprob, each.text === (token.name ?? token.text)]), onFork) : null}
@@ -182,6 +182,6 @@ export class Inspector extends View {
 }
 
 export const Legend = ({ low, high, what }) => html`<p class="legend">
-	${what}: ${low}
+	${what}: ${low}${" "}
 	${[0, 1, 2, 3, 4, 5].map((n) => html`<span class=${`swatch c${n}`} aria-hidden="true"> </span>`)} ${high}
 </p>`;

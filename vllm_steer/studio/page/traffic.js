@@ -64,8 +64,8 @@ export class Traffic extends View {
 	view() {
 		const sums = now.value;
 		const of = (from, row) => from?.get(row.slice(1).join(" ")) ?? 0;
-		return html`<div class="tables">
-			<p class="hint">Counts of all clients since the server began, every two seconds. The server does not show the requests of others.</p>
+		return html`<div>
+			<p class="hint">Counts of all clients since the server began, every two seconds. Each cell of a study is a request. The server does not show the requests of others.</p>
 			<${Alert} text=${problem.value} />
 			${sums
 				? html`<${Table}

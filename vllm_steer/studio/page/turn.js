@@ -83,6 +83,11 @@ export class Turn {
 	layers = [];
 	/** @type {Record<string, string>} */
 	titles = {};
+	/**
+	 * Values of each readout, in the order of the tokens.
+	 * @type {Record<string, number[]>}
+	 */
+	values = {};
 	#lens = new Map();
 	#waiting = [];
 	#marks = new Map();
@@ -262,6 +267,7 @@ export class Turn {
 		const token = this.at(position);
 		if (token) {
 			token.scores[name] = Array.isArray(value) ? value[0] : value;
+			if (token.scores[name] !== null) (this.values[name] ??= []).push(token.scores[name]);
 			this.touch(token.index);
 		} else if (this.#promptLen === null || position >= this.#promptLen) {
 			this.#waiting.push([name, position, value]);

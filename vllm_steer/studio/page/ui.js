@@ -83,20 +83,18 @@ export class Field extends View {
 	id = `field-${++fields}`;
 
 	view() {
-		const { label, kind = "text", value, options: choices, hint, onKeyDown, ...rest } = this.props;
-		const common = { id: this.id, onKeyDown, ...rest };
+		const { label, kind = "text", value, options: choices, hint, ...rest } = this.props;
+		const common = { id: this.id, ...rest };
 		let control;
 		if (kind === "select") {
 			const chosen = chosenOf(value, choices);
 			control = html`<select ...${common} value=${chosen} onChange=${into(value)}>
 				${choices.map(([name, text]) => html`<option value=${name} selected=${name === chosen}>${text}</option>`)}
 			</select>`;
-		} else if (kind === "textarea") {
-			control = html`<textarea ...${common} value=${value.value} onInput=${into(value)} />`;
 		} else if (kind === "checkbox") {
-			control = html`<input ...${common} type="checkbox" checked=${value.value} onChange=${into(value)} />`;
+			control = html`<input ...${common} type=${kind} checked=${value.value} onChange=${into(value)} />`;
 		} else {
-			control = html`<input ...${common} type=${kind} value=${value.value} onInput=${into(value)} />`;
+			control = html`<${kind === "textarea" ? kind : "input"} ...${common} type=${kind} value=${value.value} onInput=${into(value)} />`;
 		}
 		return html`<div class=${`field ${kind}`}>
 			<label for=${this.id}>${label}</label>${control}${hint ? html`<span class="hint">${hint}</span>` : null}

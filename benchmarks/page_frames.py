@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure how long the studio's page blocks the browser while it shows a stream of 2,000 tokens with readouts.
+
+    python -m benchmarks.page_frames --out benchmarks/results/page-frames.json
+
+A server without a model serves the page and an answer of which each event is one token with five alternatives, a lens
+over ten layers, and a probe's value that colours it. Chromium without a display shows it in each view, at `RATES`
+tokens per second; rate 0 sends all tokens at once, as a proxy that buffers does. A frame's length is the time between
+two calls of ``requestAnimationFrame``; a long task is one of more than 50 ms in which the page answers no key and no
+mouse. The aim is that no frame is longer than :data:`AIM_MS`. A figure is the round with the shortest longest frame,
+because other work on the machine makes frames longer; use an idle one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import shutil
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.responses import StreamingResponse
+
+from benchmarks.build import identity
+from vllm_steer.studio.routes import add_studio_routes
+
+AIM_MS = 100
+TOKENS = 2000
+RATES = (100, 400, 0)
+VIEWS = {"chat": "Send", "probes": "Run", "steer": "Run both"}
+"""Views that show a stream, with the button that starts it."""
+LAYERS, PER_LAYER, PROMPT = 30, 4, 12
+WORDS = (" the", " storm", " came", " over", " a", " small", " town", ",", " and", " it", " rained", ".", "\n")
+MODULE = {"name": "mood", "description": "", "probes": ["happy"], "content": {"tiers": {}, "edits": []},
+          "digest": "sha256:0", "versions": ["sha256:0"]}  # fmt: skip
+REPORT = {"num_layers": LAYERS, "hidden_size": 8, "limits": {"record_columns": 400},
+          "points": [{"name": "post_block", "on": True}]}  # fmt: skip
+
+WATCH = """() => {
+  window.seen = { frames: [], tasks: [] };
+  new PerformanceObserver((list) => seen.tasks.push(...list.getEntries().map((each) => each.duration)))
+    .observe({ type: "longtask" });
+  let last = performance.now();
+  const tick = (now) => { seen.frames.push(now - last); last = now; requestAnimationFrame(tick); };
+  requestAnimationFrame(tick);
+}"""
+"""Begins to note the lengths of frames and of long tasks."""
+
+
+def event(n: int, body: dict[str, Any]) -> str:
+    """Return token ``n`` of an answer as an event of the API, with the readouts that the request has named."""
+    word = WORDS[n * 7 % len(WORDS)]
+    top = [{"token": WORDS[(n + k) % len(WORDS)], "logprob": -0.5 * k - 0.1, "bytes": []} for k in range(5)]
+    item = {"token": word, "logprob": -0.1 - n % 5, "bytes": [], "top_logprobs": top}
+    readouts: dict[str, Any] = {}
+    for name, asked in body.get("readouts", {}).items():
+        if "lens" in asked:
+            ids = [[(n + layer + k) % len(WORDS) for k in range(PER_LAYER)] for layer in asked["layers"]]
+            logprobs = [[-0.5 * k for k in range(PER_LAYER)] for _ in asked["layers"]]
+            readouts[name] = {"positions": [PROMPT + n - 1], "token_ids": [ids], "logprobs": [logprobs]}
+        else:
+            readouts[name] = {"positions": [PROMPT + n], "values": [(n * 37 % 101) / 101]}
+    choice = {"index": 0, "delta": {"content": word}, "logprobs": {"content": [item]},
+              "token_ids": [n * 7 % len(WORDS)], "readouts": readouts}  # fmt: skip
+    if n == TOKENS - 1:
+        choice["finish_reason"] = "length"
+    made: dict[str, Any] = {"id": "chatcmpl-x", "choices": [choice]}
+    if n == 0:
+        made["prompt_token_ids"] = [0] * PROMPT
+    return f"data: {json.dumps(made)}\n\n"
+
+
+def make_app(rate: float) -> FastAPI:
+    """Return the page's server. It streams ``rate`` tokens per second, or all at once if it is 0."""
+    app = FastAPI()
+    add_studio_routes(app)
+    for path, answer in (
+        ("/v1/models", {"data": [{"id": "stream"}]}),
+        ("/v1/steering/capabilities", REPORT),
+        ("/v1/steering/set", {"digest": None, "modules": []}),
+        ("/v1/steering/modules", {"data": [MODULE]}),
+    ):
+        app.add_api_route(path, lambda answer=answer: answer)
+
+    async def complete(request: Request) -> StreamingResponse:
+        body = await request.json()
+
+        async def events() -> AsyncIterator[str]:
+            started = time.monotonic()
+            for n in range(TOKENS):
+                yield event(n, body)
+                if rate:
+                    await asyncio.sleep(max(0.0, started + (n + 1) / rate - time.monotonic()))
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    app.add_api_route("/v1/chat/completions", complete, methods=["POST"])
+    app.add_api_route("/tokenize", lambda: {"tokens": [0]}, methods=["POST"])
+    app.add_api_route("/detokenize", lambda: {"prompt": "x"}, methods=["POST"])
+    return app
+
+
+@contextmanager
+def serving(rate: float) -> Iterator[str]:
+    """Serve the page in a thread and yield its address."""
+    server = uvicorn.Server(uvicorn.Config(make_app(rate), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def measure(browser: Any, view: str, rate: float) -> dict[str, Any]:
+    """Show one stream in a view. Returns the longest frame and task in ms, and the CPU seconds of the page's parts."""
+    with serving(rate) as url:
+        page = browser.new_page(viewport={"width": 1280, "height": 860})
+        page.set_default_timeout(300_000)
+        page.goto(f"{url}/studio/#{view}?maxTokens={TOKENS}")
+        page.get_by_text("stream", exact=True).wait_for()
+        page.wait_for_load_state("networkidle")
+        if view == "chat":
+            page.get_by_label("Message", exact=True).fill("Tell me a story.")
+        if view == "probes":
+            page.get_by_role("button", name="Add probe").click()
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable")
+        page.evaluate(WATCH)
+        page.get_by_role("button", name=VIEWS[view], exact=True).click()
+        for status in page.locator(".status").all() if view == "steer" else [page.locator(".status")]:
+            status.get_by_text("done").wait_for()
+        seen = page.evaluate("seen")
+        shown = page.locator(".token").count()
+        spent = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
+        page.close()
+    return {
+        "view": view,
+        "tokens_per_second": rate,
+        "tokens": shown,
+        "longest_frame_ms": round(max(seen["frames"])),
+        "longest_task_ms": round(max(seen["tasks"], default=0)),
+        "long_tasks": len(seen["tasks"]),
+        "script_seconds": round(spent["ScriptDuration"], 2),
+        "layout_seconds": round(spent["LayoutDuration"] + spent["RecalcStyleDuration"], 2),
+    }
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--views", nargs="+", default=list(VIEWS))
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    figures = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for view in arguments.views:
+            for rate in RATES:
+                rounds = [measure(browser, view, rate) for _ in range(arguments.rounds)]
+                figures.append(min(rounds, key=lambda each: each["longest_frame_ms"]))
+                print(json.dumps(figures[-1]), flush=True)
+        chromium = browser.version
+        browser.close()
+    environment = {
+        "cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine(), "chromium": chromium,
+        **identity(),
+    }  # fmt: skip
+    result = {"environment": environment, "aim_ms": AIM_MS, "rounds": arguments.rounds, "figures": figures}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
