@@ -8,6 +8,7 @@ python scripts/studio.py --port 9000  on another port; further arguments go to `
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def register_mood(url: str, api_key: str | None = None) -> None:
             "sunny",
             description="the direction of mood, for all tokens, with the stream's length: for expressions",
             base={"post_block": {LAYER: difference}},
-            provenance={"stream": {str(LAYER): length}},
+            provenance={"stream": json.dumps({LAYER: length})},
         )
 
 

@@ -47,6 +47,11 @@ CONTRAST = """() => {
 }"""
 """Returns the elements whose text has less contrast than WCAG AA demands."""
 
+AXE = """() => axe.run(document, {
+  resultTypes: ["violations"], rules: { "scrollable-region-focusable": { enabled: false } },
+})"""
+"""Returns what axe finds. Browsers let the keyboard into areas that scroll, without an attribute of the page."""
+
 BROKEN_WORDS = """() => [...document.querySelectorAll("thead th")].filter((element) => {
   const range = document.createRange();
   const node = element.firstChild;

@@ -148,3 +148,69 @@ def test_a_broken_edit_of_an_address_blocks_the_run(opened: Opened) -> None:
     run.click()
     expect(problem).to_contain_text("'1e38' is not a number")
     assert sent == []
+
+
+def test_a_run_that_is_left_and_stopped_takes_no_more_strengths(opened: Opened) -> None:
+    """Catches an answer that is lost with its view, one that goes on after Stop, and a strength sent to its end."""
+    page = opened.open("steer")
+    changed: list[str] = []
+    page.on("request", lambda request: changed.append(request.url) if "steering/requests/" in request.url else None)
+    page.get_by_label("Module", exact=True).select_option("mood")
+    page.get_by_role("button", name="Add module").click()
+    page.get_by_label("Most tokens").fill("2000")
+    page.get_by_role("button", name="Run both").click()
+    tokens = page.locator(".side-by-side").last.locator(".token")
+    expect(tokens.nth(2)).to_be_attached()
+    page.get_by_role("link", name="Chat").click()
+    page.get_by_role("link", name="Steer").click()
+    expect(tokens.nth(4)).to_be_attached()
+    page.get_by_role("button", name="Stop").click()
+    for status in page.locator(".status").all():
+        expect(status).to_contain_text("stopped by you")
+    count = tokens.count()
+    page.get_by_role("slider", name="mood").fill("2")
+    expect(page.get_by_role("button", name="Run both")).to_be_visible()
+    expect(page.get_by_role("alert")).to_have_count(0)
+    page.wait_for_load_state("networkidle")
+    assert (changed, tokens.count()) == ([], count)
+
+
+def test_a_wrong_threshold_or_strength_of_a_gate_blocks_the_run(opened: Opened) -> None:
+    """Catches a bound or strength that becomes 0, a stop that is not sent, and a plain run beside a fault."""
+    page = opened.open("probes")
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url) if request.url.endswith("completions") else None)
+    page.get_by_role("button", name="Add probe").click()
+    run, problem = page.get_by_role("button", name="Run", exact=True), page.get_by_role("alert")
+    threshold = page.get_by_role("spinbutton", name="Threshold of mood/happy")
+    threshold.fill("")
+    page.get_by_label("Stop there").check()
+    run.click()
+    expect(problem).to_contain_text("Threshold of mood/happy: '' is not a number")
+    threshold.fill("0")
+    page.get_by_label("Stop there").uncheck()
+    page.get_by_label("Steer there with").select_option("mood")
+    page.get_by_label("Strength").fill("5000")
+    run.click()
+    expect(problem).to_contain_text("'5000' is not a number from -1000 to 1000")
+    assert sent == []
+
+
+def test_an_answer_without_text_is_told_and_not_sent_again(opened: Opened) -> None:
+    """Catches an empty answer in the next request, and an answer of special tokens that looks like none."""
+    page = opened.open()
+    sent: list[Any] = []
+    done = "data: [DONE]\n\n"
+    replies = [done, events("", "", "", "", "") + done, events("Yes") + done]
+
+    def answer(route: Any) -> None:
+        sent.append(route.request.post_data_json["messages"])
+        route.fulfill(body=replies[len(sent) - 1], content_type="text/event-stream")
+
+    page.route(CHAT_ROUTE, answer)
+    for number, text in enumerate(("First", "Second", "Third"), 1):
+        send(page, text)
+        expect(page.locator(".message")).to_have_count(2 * number)
+        expect(page.locator(".message > .status").last).to_contain_text("done")
+    expect(page.locator(".message .warning")).to_have_text("The last 5 tokens have no text. Lower the strengths.")
+    assert sent[1:] == [[{"role": "user", "content": text}] for text in ("Second", "Third")]

@@ -15,6 +15,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.studio.browser import (
+    AXE,
     BROKEN_WORDS,
     CHAT_ROUTE,
     CONTRAST,
@@ -171,7 +172,7 @@ def test_axe_finds_no_violation_and_phones_show_all(scheme: str, opened: Opened,
         ).to_be_visible()
         for width in (390, 1280):
             page.set_viewport_size({"width": width, "height": 860})
-            found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
+            found = page.evaluate(AXE)
             assert (
                 found["passes"]
                 and [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found["violations"]] == []

@@ -150,10 +150,10 @@ def test_an_expression_steers_instead_of_edits(opened: Opened) -> None:
     page = opened.open("steer")
     page.get_by_label("Most tokens").fill("6")
     field, run = page.get_by_label("Expression instead of edits"), page.get_by_role("button", name="Run both")
-    field.fill(" 0.3 sunny@answer ")
+    field.fill(" 0.3 sunny@generated ")
     with page.expect_request(lambda request: "sunny" in (request.post_data or "")) as sent:
         run.click()
-    assert sent.value.post_data_json["steering"] == "0.3 sunny@answer"
+    assert sent.value.post_data_json["steering"] == "0.3 sunny@generated"
     expect(page.get_by_text("First difference at token")).to_be_visible()
     expect(page.locator(".status").last).to_contain_text("done")
     field.fill("0.3 nothing")

@@ -232,7 +232,7 @@ export class Steer extends View {
 						: html`<${NoModules} />`}
 					<${Button} class="quiet" onClick=${refresh}>Refresh modules<//>
 				</div>
-				<${Field} label="Expression instead of edits" value=${expression} hint="modules in doses, such as 0.2 calm@answer - 0.1 formal" />
+				<${Field} label="Expression instead of edits" value=${expression} hint="modules in doses, such as 0.2 calm - 0.1 formal" />
 				<details>
 					<summary>Paste or open a vector</summary>
 					<${Field} label="Vector or edits (JSON)" kind="textarea" rows="3" value=${pasted} spellcheck="false" />
