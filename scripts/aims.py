@@ -234,18 +234,20 @@ def patching(fits: Fits) -> Figure | None:
 
 
 def peers(fits: Fits) -> Figure | None:
-    """Return the ratios of each project to its own stock vLLM with the result's note, from results with ``rows``."""
-    for name in names("gpu-peers*.json"):
+    """Return the ratios of each project to its own stock vLLM with the results' notes, from results with ``rows``."""
+    rows, texts, of = {}, [], []
+    for name in names("gpu-peers*.json")[::-1]:
         if fits("captured steps", result := read(name)) and "rows" in result:
-            rows, of = {}, {}
+            shown: dict[str, list[str]] = {}
             for row in result["rows"]:
                 what = f"{row['project']}, {row['workload']}"
                 count = row["vectors"] if "vectors" in row["workload"] else row["requests"]
-                rows[f"{what}, {count}"] = row["ratio"]
-                of.setdefault(what, []).append(f"{row['ratio']:.3f} ({count})")
-            text = "; ".join(f"{what}: {', '.join(each)}" for what, each in of.items())
-            return Figure(rows, [(name, result)], f"{text}. {result.get('note', '')}".strip())
-    return None
+                rows.setdefault(f"{what}, {count}", row["ratio"])
+                shown.setdefault(what, []).append(f"{row['ratio']:.3f} ({count})")
+            text = "; ".join(f"{what}: {', '.join(each)}" for what, each in shown.items())
+            texts.append(f"{text}. {result.get('note', '')}".strip())
+            of.append((name, result))
+    return Figure(rows, of, " ".join(texts)) if of else None
 
 
 def tested(fits: Fits) -> Figure | None:
