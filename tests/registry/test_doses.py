@@ -101,6 +101,8 @@ def test_doses_without_lengths_are_refused() -> None:
     steering, _ = dosed(stream='{"0": 3.0, "1": 5.0}')
     with pytest.raises(SteeringError, match=r"steering_modules\[0\].dose: a dose must be between -1000 and 1000"):
         steering.compose(extra(steering_modules=[{"module": "calm", "dose": 3e38}]))
+    with pytest.raises(SteeringError, match=r"steering_modules\[0\]: scale must be finite and at most"):
+        steering.compose(extra(steering_modules=[["calm", 3e38]]))
     steering.register("calm", **content())
     with pytest.raises(SteeringError, match=r"steering_modules\[0\]: calm is a module with other edits than vectors"):
         steering.compose(extra(steering_modules=use))

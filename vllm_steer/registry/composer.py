@@ -195,7 +195,7 @@ def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot, names: _Names
         paths = [f"capture.{consumer}" for consumer, _ in specs]
         own = join([own.without_captures(), compile_program([], [spec for _, spec in specs], capture_paths=paths)])
         composed[PROGRAM_KEY] = own.encode_cached()
-    named = [with_source(snapshot.program(each), f"{MODULES_FIELD}[{i}]") for i, each in enumerate(modules)]
+    named = [snapshot.program(each, f"{MODULES_FIELD}[{i}]") for i, each in enumerate(modules)]
     if modules or snapshot.steering_digest is not None:
         steering = snapshot.steering_program
         global_programs = [] if steering is None else [with_source(steering, GLOBAL_SOURCE)]

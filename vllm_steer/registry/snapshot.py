@@ -114,9 +114,18 @@ class Snapshot:
         # A request may contain a thousand digests, and a registry tens of thousands of versions.
         return {version.digest: version for versions in self.index.modules.values() for version in versions}
 
-    def program(self, module: ResolvedModule) -> Program:
-        """Return the program of a module at its scale."""
-        return _scaled_program(self.content(module.digest), module.scales or module.scale)
+    def program(self, module: ResolvedModule, source: str) -> Program:
+        """Return the program of a module at its scale, with the path of the reference as its source.
+
+        Raises:
+            SteeringError: Float32 does not have a strength.
+        """
+        try:
+            return with_source(_scaled_program(self.content(module.digest), module.scales or module.scale), source)
+        except RegistryUnavailableError:
+            raise
+        except SteeringError as error:
+            raise SteeringError(source, f"{error.field} {error.problem}") from None
 
     @cached_property
     def steering_digest(self) -> str | None:
@@ -130,7 +139,7 @@ class Snapshot:
         if self.steering_digest is None:
             return None
         unnamed = [] if steering.content is None else [self.content(steering.content).program]
-        modules = [with_source(self.program(use), f"modules[{i}]") for i, use in enumerate(steering.modules)]
+        modules = [self.program(use, f"modules[{i}]") for i, use in enumerate(steering.modules)]
         return join([*modules, *unnamed])
 
     def with_module(
