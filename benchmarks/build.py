@@ -25,7 +25,7 @@ SPLIT = ("compat", "models", "plugin")
 """Subpackages of which each module also has a digest, because most of their modules do not run in a step."""
 
 _WRAPS = ("compat/wraps.py", "plugin/entry_point.py", "plugin/user_hooks.py")
-_INSTALLED = tuple(f"models/{name}.py" for name in ("final_norm", "install", "looped_layers", "reduced_norm"))
+_INSTALLED = tuple(f"models/{name}.py" for name in ("discovery", "install", "looped_layers", "reduced_norm"))
 _STEP = ("taps", "engine", "config", *_WRAPS, *_INSTALLED)
 _CAPTURED = (*_STEP, "program", "capture")
 _FRONT_END = ("request", "params", "program", "frontend", "plugin/front_end.py", "plugin/request_state.py")
