@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,17 @@ def close(llm: Any) -> None:
     exclude_existing_objects()  # among them the modules that the engine has loaded
 
 
+@contextmanager
+def opened(folder: Path, **options: Any) -> Iterator[Any]:
+    """Start an in-process engine; see `make_llm`. It is closed at the end."""
+    llm = make_llm(folder, **options)
+    try:
+        yield llm
+    finally:
+        close(llm)
+
+
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> Iterator[Any]:
-    engine = make_llm(tiny_llama)
-    yield engine
-    close(engine)
+    with opened(tiny_llama) as engine:
+        yield engine

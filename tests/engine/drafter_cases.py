@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from tests.engine import drafts
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.record_cases import PROMPTS as ALL_PROMPTS
 from tests.engine.test_mixing import program
-from tests.tiny import HIDDEN, LAYERS, VOCAB, make_llm
+from tests.tiny import HIDDEN, LAYERS, VOCAB
 
 SMALL = {"max_model_len": 128, "max_num_seqs": 16}
 NUM_DRAFTS = 3
@@ -76,11 +76,8 @@ def save_eagle_head(target: Path, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def plain(tiny_llama: Path) -> tuple[list[Any], list[Any]]:
     """Return outputs of an engine without drafts: of the workload, and of requests with lens readouts."""
-    llm = make_llm(tiny_llama, **SMALL)
-    try:
+    with opened(tiny_llama, **SMALL) as llm:
         return run(llm, *workload()), drafts.run_lens(llm, PROMPTS)
-    finally:
-        close(llm)
 
 
 SAVE = {"draft_model": save_draft_model, "eagle": save_eagle_head}
@@ -99,8 +96,7 @@ def test_matches_decoding_without_speculation(
     """Catches captures, gates and stops of rejected drafts, and a steered drafter of the target's class."""
     drafter = SAVE[method](tiny_llama, tmp_path / method)
     speculative = {"method": method, "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS}
-    llm = make_llm(tiny_llama, **SMALL, speculative_config=speculative)
-    try:
+    with opened(tiny_llama, **SMALL, speculative_config=speculative) as llm:
         check_taps(llm)
         check_outputs(llm, workload(), plain[0], accepts=method != "eagle")
         if method == "draft_model":
@@ -108,8 +104,6 @@ def test_matches_decoding_without_speculation(
             drafts.check_controls(llm, decided)
             drafts.check_live(llm, tiny_llama)
             drafts.check_lens(drafts.run_lens(llm, PROMPTS), plain[1])
-    finally:
-        close(llm)
 
 
 def check_taps(llm: Any) -> None:

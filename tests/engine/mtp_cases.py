@@ -18,10 +18,10 @@ from tests.conformance.no_reference import register_config
 from tests.engine import drafts
 from tests.engine.answers import params, prompt, run
 from tests.engine.captures import result
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.drafter_cases import NUM_DRAFTS, PROMPTS, SMALL, check_outputs, check_taps, workload
 from tests.engine.mtp_models import MODELS, PROVEN, save
-from tests.tiny import LAYERS, VOCAB, direction, make_llm
+from tests.tiny import LAYERS, VOCAB, direction
 from vllm_steer import Edit, SteeringError
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES
 
@@ -48,18 +48,14 @@ def test_matches_decoding_without_speculation(tmp_path: Path, family: str) -> No
     model = MODELS[family]
     register_config(family)
     folder = save(model, tmp_path / family)
-    llm = make_llm(folder, **SMALL, **ALL_POINTS)
-    try:
+    with opened(folder, **SMALL, **ALL_POINTS) as llm:
         right = run(llm, *requests())
         # MiMo's final norm runs with the logits, so the lens is refused.
         lens = None if family == "mimo" else drafts.run_lens(llm, PROMPTS)
-    finally:
-        close(llm)
     decided = (*drafts.truth_of(folder / "hf", PROMPTS[:2]), PROMPTS[:2])
-    llm = make_llm(
+    with opened(
         folder, **SMALL, **ALL_POINTS, speculative_config={"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
-    )
-    try:
+    ) as llm:
         drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.model
         draft_config = llm.llm_engine.vllm_config.speculative_config.draft_model_config
         assert draft_config.architectures == [model.drafter]
@@ -73,8 +69,6 @@ def test_matches_decoding_without_speculation(tmp_path: Path, family: str) -> No
         with pytest.raises(SteeringError, match="final norm"):
             drafts.run_lens(llm, PROMPTS)
         _check_stream(llm, drafter)
-    finally:
-        close(llm)
 
 
 def _check_stream(llm: Any, drafter: Any) -> None:

@@ -13,9 +13,9 @@ import pytest
 from tests.engine import drafts
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.record_cases import add
-from tests.tiny import direction, make_llm
+from tests.tiny import direction
 from vllm_steer.capture import row_assembler
 from vllm_steer.frontend.context import context_of
 
@@ -44,10 +44,9 @@ REPETITIVE = [np.random.default_rng(i).integers(1, 40, 5).tolist() * (2 + 2 * i)
 @pytest.fixture(scope="module")
 def plain(tiny_llama: Path) -> tuple[list[Any], list[Any]]:
     """Return outputs of an engine without drafts: each request of the workload alone, and lens readouts."""
-    plain = make_llm(tiny_llama, max_model_len=128)
-    outputs = [run(plain, [p], [w])[0] for p, w in zip(*workload(), strict=True)]
-    lens = drafts.run_lens(plain, REPETITIVE)
-    close(plain)
+    with opened(tiny_llama, max_model_len=128) as plain:
+        outputs = [run(plain, [p], [w])[0] for p, w in zip(*workload(), strict=True)]
+        lens = drafts.run_lens(plain, REPETITIVE)
     return outputs, lens
 
 
@@ -65,9 +64,8 @@ def decided(tiny_llama: Path) -> drafts.Truth:
 
 @pytest.fixture(scope="module")
 def drafting(tiny_llama: Path, truth: list[Any]) -> Iterator[Any]:
-    llm = make_llm(tiny_llama, max_model_len=128, block_size=32, speculative_config=SPECULATIVE)
-    yield llm
-    close(llm)
+    with opened(tiny_llama, max_model_len=128, block_size=32, speculative_config=SPECULATIVE) as llm:
+        yield llm
 
 
 def test_captures_and_steers_accepted_drafts_only(

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.test_off import worker_of
 from tests.engine.test_self_check import replaced_taps
-from tests.tiny import LAYERS, direction, make_llm
+from tests.tiny import LAYERS, direction
 from tests.wrong_taps import after_the_stream, copied_output, other_summand
 from vllm_steer import Edit
 from vllm_steer.engine.self_check import self_check
@@ -30,18 +30,18 @@ V = direction(3)
 @pytest.fixture(scope="module")
 def single_point_outputs(tiny_llama: Path) -> Iterator[Any]:
     """Return the outputs of an engine with one of the points. It is closed before other engines start."""
-    llm = make_llm(tiny_llama, steering_config={"points": ["mlp_out"]})
-    answers = run(llm, [P] * 2, [asking("mlp_out"), asking("pre_attn", "mlp_out", edits=[edit("mlp_out", "ablate")])])
-    columns = worker_of(llm).model_runner.steering.tables.num_sites
-    close(llm)
+    with opened(tiny_llama, steering_config={"points": ["mlp_out"]}) as llm:
+        answers = run(
+            llm, [P] * 2, [asking("mlp_out"), asking("pre_attn", "mlp_out", edits=[edit("mlp_out", "ablate")])]
+        )
+        columns = worker_of(llm).model_runner.steering.tables.num_sites
     return answers, columns
 
 
 @pytest.fixture(scope="module")
 def every(single_point_outputs: Any, tiny_llama: Path) -> Iterator[Any]:
-    llm = make_llm(tiny_llama, steering_config={"points": list(OPTIONAL_POINTS)})
-    yield llm
-    close(llm)
+    with opened(tiny_llama, steering_config={"points": list(OPTIONAL_POINTS)}) as llm:
+        yield llm
 
 
 def edit(point: Any, kind: Any = "add", layers: Any = 1, **more: Any) -> Edit:

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from tests.conformance.engine import MODES
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, result
-from tests.engine.conftest import close
-from tests.tiny import BF16_BOUND, BF16_MODEL, LAYERS, make_llm, save_tiny_llama
+from tests.engine.conftest import opened
+from tests.tiny import BF16_BOUND, BF16_MODEL, LAYERS, save_tiny_llama
 from vllm_steer import Edit
 
 POINTS = ("pre_attn", "post_attn", "post_block")
@@ -34,16 +34,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def captured(model: Path) -> Iterator[list[tuple[Any, list[int]]]]:
     """Return each request's capture result and its forwarded tokens."""
-    llm = make_llm(model, dtype="bfloat16", max_num_batched_tokens=64, max_num_seqs=8)
-    rng = np.random.default_rng(0)
-    prompts = [prompt(*rng.integers(1, BF16_MODEL["vocab_size"], n).tolist()) for n in (5, 90, 33, 60)]
-    outputs = run(llm, prompts, [params(12, logprobs=None, capture=capture())] * 4)
-    found = [
-        (result(output), [*each["prompt_token_ids"], *tokens_of(output)][:-1])
-        for output, each in zip(outputs, prompts, strict=True)
-    ]
-    yield found
-    close(llm)
+    with opened(model, dtype="bfloat16", max_num_batched_tokens=64, max_num_seqs=8) as llm:
+        rng = np.random.default_rng(0)
+        prompts = [prompt(*rng.integers(1, BF16_MODEL["vocab_size"], n).tolist()) for n in (5, 90, 33, 60)]
+        outputs = run(llm, prompts, [params(12, logprobs=None, capture=capture())] * 4)
+        found = [
+            (result(output), [*each["prompt_token_ids"], *tokens_of(output)][:-1])
+            for output, each in zip(outputs, prompts, strict=True)
+        ]
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +123,10 @@ def test_an_edited_site_reports_what_the_next_layer_reads(tmp_path: Path, mode: 
     readouts = {point: {"probe": vector, "point": point, "layer": layer, "positions": "all"} for point, layer in sites}
     spec = {"memory": {"hooks": {point: [layer] for point, layer in sites}, "positions": "all"}}
     options: Any = {} if mode == "eager" else {"enforce_eager": False, **MODES["traced"]}
-    llm = make_llm(folder, dtype="bfloat16", **options)
-    try:
+    with opened(folder, dtype="bfloat16", **options) as llm:
         prompts = [prompt(*range(3, 12))] * len(edits)
         fields: dict[str, Any] = {"logprobs": None, "readouts": readouts, "capture": spec}
         outputs = run(llm, prompts, [params(4, steering=each, **fields) for each in edits])
-    finally:
-        close(llm)
     for output in outputs:
         here, there = (result(output).tensor(*each) for each in sites)
         assert torch.equal(here, there)

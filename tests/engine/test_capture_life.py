@@ -19,10 +19,10 @@ import pytest
 
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.crowded import crowded_engine
 from tests.engine.test_mixing import program
-from tests.tiny import VOCAB, make_llm
+from tests.tiny import VOCAB
 from vllm_steer import SteeringError
 from vllm_steer.capture import row_assembler
 from vllm_steer.capture.manager import CaptureManager
@@ -49,9 +49,8 @@ def workload(count: int, generated: int) -> tuple[list[Any], list[Any]]:
 @pytest.fixture(scope="module")
 def expected(tiny_llama: Path) -> list[Any]:
     """Return the outputs of each request alone in an eager engine without caches."""
-    llm = make_llm(tiny_llama, enable_prefix_caching=False, max_num_seqs=1)
-    outputs = [run(llm, [p], [w])[0] for p, w in zip(*workload(12, 24), strict=True)]
-    close(llm)
+    with opened(tiny_llama, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        outputs = [run(llm, [p], [w])[0] for p, w in zip(*workload(12, 24), strict=True)]
     return outputs
 
 
@@ -132,13 +131,10 @@ def test_consumers_start_after_the_outputs_of_a_step(llm: Any, monkeypatch: pyte
 @pytest.mark.feature("chunked prefill", "steer", "capture")
 def test_chunked_prefill_of_any_size(tiny_llama: Path, expected: list[Any], rows: int) -> None:
     """Catches wrong positions under chunked prefill. With an arena of 12 rows, chunks have one token."""
-    llm = make_llm(
+    with opened(
         tiny_llama, max_num_batched_tokens=16, max_num_seqs=8, max_model_len=128, steering_config={"capture_rows": rows}
-    )
-    try:
+    ) as llm:
         compare(run(llm, *workload(12, 24)), expected)
-    finally:
-        close(llm)
 
 
 @pytest.fixture(scope="module")
@@ -179,25 +175,19 @@ def test_comparison_detects_rows_joined_by_arrival(
 
 def test_capture_larger_than_the_arena_is_refused(tiny_llama: Path) -> None:
     """Catches a request that would wait forever: one token stores 12 rows, the arena has 11."""
-    llm = make_llm(tiny_llama, steering_config={"capture_rows": 11})
-    try:
-        with pytest.raises(SteeringError, match="needs 12 captured rows for one token; the engine allows 11 "):
-            run(llm, [prompt(1, 2, 3)], [params(capture=capture())])
-    finally:
-        close(llm)
+    refused = pytest.raises(SteeringError, match="needs 12 captured rows for one token; the engine allows 11 ")
+    with opened(tiny_llama, steering_config={"capture_rows": 11}) as llm, refused:
+        run(llm, [prompt(1, 2, 3)], [params(capture=capture())])
 
 
 def test_server_wide_captures(tiny_llama: Path) -> None:
     """Catches a server-wide capture that misses plain requests or changes their outputs."""
     wide = {"memory": {"hooks": {"post_block": [1]}, "positions": "all_prompt"}}
-    llm = make_llm(tiny_llama, capture_consumers=wide)
-    try:
+    with opened(tiny_llama, capture_consumers=wide) as llm:
         plain, own = run(llm, [prompt(1, 2, 3)] * 2, [params(), params(capture=capture())])
         assert result(plain).positions("post_block", 1).tolist() == [0, 1, 2]
         assert len(result(own).sites) == 12
         assert tokens_of(plain) == tokens_of(own)
-    finally:
-        close(llm)
 
 
 @pytest.mark.failure(20)
@@ -209,8 +199,7 @@ def test_capture_budget(tiny_llama: Path, policy: str) -> None:
     1 MiB is 4,096 rows. Each request stores up to 12 x 113, so two fit at a time.
     """
     config = {"capture_mib": 1, "capture_policy": policy}
-    llm = make_llm(tiny_llama, max_model_len=128, steering_config=config)
-    try:
+    with opened(tiny_llama, max_model_len=128, steering_config=config) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         most = []
         schedule = scheduler.schedule
@@ -234,5 +223,3 @@ def test_capture_budget(tiny_llama: Path, policy: str) -> None:
         else:
             assert {each.status for each in found} == {"ok", "partial"}
             assert all("capture_mib" in each.error for each in found if each.status == "partial")
-    finally:
-        close(llm)

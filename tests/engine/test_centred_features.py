@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 from tests.conformance.model import build
 from tests.conformance.zoo import BY_NAME
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.models.test_sae import CENTRED
-from tests.tiny import make_llm
 from vllm_steer import Edit
 
 FEATURES, LAYER, TOKENS = 24, 1, 4
@@ -66,9 +65,8 @@ def llm(model: Any, sae: dict[str, torch.Tensor], tmp_path_factory: pytest.TempP
         (folder / "cfg.json").write_text(json.dumps({"architecture": "standard", "metadata": metadata}))
         saes[point] = str(folder)
     config = {"saes": saes, "points": ["mlp_out"], "record_columns": 4 * FEATURES + 8}
-    engine = make_llm(root / "model", max_model_len=64, steering_config=config)
-    yield engine
-    close(engine)
+    with opened(root / "model", max_model_len=64, steering_config=config) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

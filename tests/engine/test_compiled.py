@@ -13,17 +13,16 @@ import pytest
 from tests.conformance.engine import MODES
 from tests.engine import scheduler_harness
 from tests.engine.answers import logprobs_of, params, prompt, run
-from tests.engine.conftest import close
-from tests.tiny import direction, make_llm
+from tests.engine.conftest import opened
+from tests.tiny import direction
 from vllm_steer.engine.program_store import ProgramStore
 
 
 @pytest.fixture(scope="module")
 def traced(tiny_llama: Path) -> Iterator[Any]:
     """Return an engine whose model is traced once, as for compilation, and then run as a graph."""
-    llm = make_llm(tiny_llama, **{"enforce_eager": False, **MODES["traced"]})
-    yield llm
-    close(llm)
+    with opened(tiny_llama, **{"enforce_eager": False, **MODES["traced"]}) as llm:
+        yield llm
 
 
 def assert_strengths_apply(llm: Any) -> None:

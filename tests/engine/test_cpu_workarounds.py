@@ -13,8 +13,8 @@ from vllm.lora.request import LoRARequest
 
 from tests.adapters import save_adapter
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
-from tests.engine.conftest import close
-from tests.tiny import HIDDEN, LAYERS, VOCAB, direction, make_llm
+from tests.engine.conftest import opened
+from tests.tiny import HIDDEN, LAYERS, VOCAB, direction
 
 STEP = 64
 
@@ -22,10 +22,9 @@ STEP = 64
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> Iterator[Any]:
     """Return an engine with one slot for adapters, which is also the last."""
-    engine = make_llm(tiny_llama, enable_lora=True, max_loras=1, max_lora_rank=8, max_num_seqs=8,
-                      max_num_batched_tokens=STEP, enable_prefix_caching=False)  # fmt: skip
-    yield engine
-    close(engine)
+    with opened(tiny_llama, enable_lora=True, max_loras=1, max_lora_rank=8, max_num_seqs=8,
+                      max_num_batched_tokens=STEP, enable_prefix_caching=False) as engine:  # fmt: skip
+        yield engine
 
 
 @pytest.mark.feature("seeded sampling", "steer")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.engine.answers import logprobs_of, params, prompt, run
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.test_parallel import CORES, as_on_one_rank, two_ranks, workload
-from tests.tiny import direction, make_llm, save_tiny_moe
+from tests.tiny import direction, save_tiny_moe
 from vllm_steer import Edit
 
 WORKER_EXTENSION = "tests.engine.expert_parallel.ExpertsOfThisRank"
@@ -30,11 +30,8 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def truth(moe: Path) -> list[Any]:
     """Return the outputs of one rank."""
-    llm = make_llm(moe)
-    try:
+    with opened(moe) as llm:
         return run(llm, *workload())
-    finally:
-        close(llm)
 
 
 @pytest.fixture(scope="module")

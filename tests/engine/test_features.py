@@ -12,8 +12,8 @@ import pytest
 
 from tests.engine.answers import params, prompt, run
 from tests.engine.captures import result
-from tests.engine.conftest import close
-from tests.tiny import HIDDEN, direction, make_llm
+from tests.engine.conftest import opened
+from tests.tiny import HIDDEN, direction
 from vllm_steer import Edit, SteeringError
 from vllm_steer.frontend.context import engine_context
 
@@ -35,9 +35,8 @@ def llm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     placed = folder / "gemma-scope-tiny-res" / "layer_1"
     placed.mkdir(parents=True)
     np.savez(placed / "params.npz", **ARRAYS)
-    engine = make_llm(tiny_llama, steering_config={"saes": {"tiny": str(folder), "placed": str(placed)}})
-    yield engine
-    close(engine)
+    with opened(tiny_llama, steering_config={"saes": {"tiny": str(folder), "placed": str(placed)}}) as engine:
+        yield engine
 
 
 def edit(feature: int = 5, **fields: Any) -> Edit:

@@ -14,9 +14,9 @@ import torch
 from tests.engine import hf
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import result
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.test_readouts import EDIT, PROBE, PROMPTS
-from tests.tiny import make_llm, save_autoencoder
+from tests.tiny import save_autoencoder
 from vllm_steer import SteeringError
 
 
@@ -27,9 +27,8 @@ def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path, sae: Path) -> Iterator[Any]:
-    engine = make_llm(tiny_llama, steering_config={"saes": {"tiny": str(sae)}, "record_columns": 32})
-    yield engine
-    close(engine)
+    with opened(tiny_llama, steering_config={"saes": {"tiny": str(sae)}, "record_columns": 32}) as engine:
+        yield engine
 
 
 K, TOKENS, LAST = 4, 8, 3
@@ -161,15 +160,14 @@ def test_refused(llm: Any, fields: dict[str, Any], field: str) -> None:
 
 def test_requests_that_begin_to_read_in_a_steady_batch(tiny_llama: Path) -> None:
     """Catches indices of an earlier step, in which another request of the same batch did not read yet."""
-    engine = make_llm(tiny_llama, long_prefill_token_threshold=1, enable_prefix_caching=False)
-    lens = {"lens": {"top_k": K}, "point": "post_block", "layer": LAST, "positions": "all_generated"}
-    asked = params(TOKENS, readouts={"lens": lens, "probe": {"probe": PROBE, "point": "post_block", "layer": 0}})
-    prompts = [prompt(*range(3, 3 + length)) for length in (5, 2, 8)]
-    together = run(engine, prompts, [asked] * len(prompts))
-    for given, output in zip(prompts, together, strict=True):
-        (alone,) = run(engine, [given], [asked])
-        assert tokens_of(output) == tokens_of(alone)
-        for name, field in (("lens", "logprobs"), ("probe", "values")):
-            got, expected = (getattr(each.outputs[0].readouts[name], field) for each in (output, alone))
-            np.testing.assert_allclose(got, expected, atol=1e-4)
-    close(engine)
+    with opened(tiny_llama, long_prefill_token_threshold=1, enable_prefix_caching=False) as engine:
+        lens = {"lens": {"top_k": K}, "point": "post_block", "layer": LAST, "positions": "all_generated"}
+        asked = params(TOKENS, readouts={"lens": lens, "probe": {"probe": PROBE, "point": "post_block", "layer": 0}})
+        prompts = [prompt(*range(3, 3 + length)) for length in (5, 2, 8)]
+        together = run(engine, prompts, [asked] * len(prompts))
+        for given, output in zip(prompts, together, strict=True):
+            (alone,) = run(engine, [given], [asked])
+            assert tokens_of(output) == tokens_of(alone)
+            for name, field in (("lens", "logprobs"), ("probe", "values")):
+                got, expected = (getattr(each.outputs[0].readouts[name], field) for each in (output, alone))
+                np.testing.assert_allclose(got, expected, atol=1e-4)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.answers import chosen_logprobs, logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture
-from tests.engine.conftest import close
+from tests.engine.conftest import close, opened
 from tests.engine.crowded import crowded_engine
 from tests.engine.test_mixing import program
 from tests.tiny import VOCAB, direction, make_llm
@@ -32,10 +32,9 @@ def workload() -> tuple[list[Any], list[Any]]:
 @pytest.fixture(scope="module")
 def truth(tiny_llama: Path) -> list[Any]:
     """Return the output of each request alone in an eager engine without caches."""
-    llm = make_llm(tiny_llama, enable_prefix_caching=False, max_num_seqs=1)
-    prompts, wanted = workload()
-    outputs = [run(llm, [p], [w])[0] for p, w in zip(prompts, wanted, strict=True)]
-    close(llm)
+    with opened(tiny_llama, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        prompts, wanted = workload()
+        outputs = [run(llm, [p], [w])[0] for p, w in zip(prompts, wanted, strict=True)]
     return outputs
 
 
@@ -68,12 +67,11 @@ def test_chunked_prefill_with_three_rows(tiny_llama: Path, truth: list[Any], chu
 
     ``chunk``: most tokens of one prompt in a step; 0 for no limit.
     """
-    llm = make_llm(
+    with opened(
         tiny_llama, max_num_batched_tokens=16, max_num_seqs=8, max_model_len=128, block_size=32,
         long_prefill_token_threshold=chunk,
         steering_config={"max_rows": 3, "max_vectors": 3, "max_instructions": 9, "max_segments": 8},
-    )  # fmt: skip
-    try:
+    ) as llm:  # fmt: skip
         most = []
         allocator = scheduler_of(llm).steering_allocator
         acquire = allocator.acquire
@@ -81,18 +79,15 @@ def test_chunked_prefill_with_three_rows(tiny_llama: Path, truth: list[Any], chu
         compare(run(llm, *workload()), truth)
         assert max(most) <= 3
         assert allocator.in_use == (0, 0, 0, 0)
-    finally:
-        close(llm)
 
 
 @pytest.mark.feature("waiting for a place in the tables", "steer")
 def test_one_row_serves_all_requests_in_turn(tiny_llama: Path) -> None:
     """Catches a request that is dropped, unsteered or never admitted if only one can be steered at a time."""
     sizes = {"max_rows": 1, "max_vectors": 1, "max_instructions": 1, "max_segments": 1}
-    llm = make_llm(tiny_llama, steering_config=sizes)
     p = prompt(*range(5, 12))
     wanted = [params(4, steering_vectors={"post_block": {1: direction(i)}}) if i % 3 else params(4) for i in range(9)]
-    try:
+    with opened(tiny_llama, steering_config=sizes) as llm:
         together = run(llm, [p] * 9, wanted)
         for got, each in zip(together, wanted, strict=True):
             alone = run(llm, [p], [each])[0]
@@ -103,17 +98,14 @@ def test_one_row_serves_all_requests_in_turn(tiny_llama: Path) -> None:
         two_rows["decode_steering_vectors"] = {"post_block": {1: direction(2)}}
         with pytest.raises(SteeringError, match="more than 1 token segments"):
             run(llm, [p], [params(4, **two_rows)])
-    finally:
-        close(llm)
 
 
 @pytest.mark.feature("waiting for a place in the tables", "steer")
 def test_only_the_waiting_request_times_out(tiny_llama: Path) -> None:
     """Catches a request that waits forever or runs unsteered, and a timeout of others."""
-    llm = make_llm(tiny_llama, steering_config={"max_rows": 1, "queue_timeout": 60})
     p = prompt(*range(5, 12))
     site = {"post_block": {1: direction(1)}}
-    try:
+    with opened(tiny_llama, steering_config={"max_rows": 1, "queue_timeout": 60}) as llm:
         alone = run(llm, [p], [params(40, steering_vectors=site)])[0]
         engine, admission = llm.llm_engine, scheduler_of(llm).steering_admission
         clock = [0.0]
@@ -137,15 +129,12 @@ def test_only_the_waiting_request_times_out(tiny_llama: Path) -> None:
         assert done["plain"].finish_reason == "length"
         assert list(done["runs"].token_ids) == tokens_of(alone)
         assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0, 0)
-    finally:
-        close(llm)
 
 
 @pytest.mark.feature("aborts", "steer")
 def test_aborted_requests_release_their_room(tiny_llama: Path) -> None:
     """Catches room that leaks on abort, for waiting and for running requests."""
-    llm = make_llm(tiny_llama, max_num_seqs=2, steering_config={"max_rows": 2})
-    try:
+    with opened(tiny_llama, max_num_seqs=2, steering_config={"max_rows": 2}) as llm:
         engine = llm.llm_engine
         for i in range(6):
             engine.add_request(
@@ -161,8 +150,6 @@ def test_aborted_requests_release_their_room(tiny_llama: Path) -> None:
         assert allocator.in_use == (0, 0, 0, 0)
         run(llm, [prompt(1, 2, 3)], [params(2)])
         assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.store.num_with_program == 0
-    finally:
-        close(llm)
 
 
 def test_a_closed_engine_is_freed(tiny_llama: Path) -> None:

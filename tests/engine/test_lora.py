@@ -16,9 +16,9 @@ from tests.adapters import save_adapter
 from tests.engine import hf
 from tests.engine.answers import logprobs_of, params, prompt, tokens_of
 from tests.engine.captures import capture, close_to, result
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.record_cases import check_consistent, reacting
-from tests.tiny import HIDDEN, LAYERS, VOCAB, direction, make_llm
+from tests.tiny import HIDDEN, LAYERS, VOCAB, direction
 
 RANK, ALPHA = 8, 16
 WIDTHS = {
@@ -41,9 +41,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> Iterator[Any]:
-    engine = make_llm(tiny_llama, enable_lora=True, max_loras=2, max_lora_rank=RANK, max_num_seqs=16)
-    yield engine
-    close(engine)
+    with opened(tiny_llama, enable_lora=True, max_loras=2, max_lora_rank=RANK, max_num_seqs=16) as engine:
+        yield engine
 
 
 def ask(llm: Any, adapters: dict[str, Path], requests: list[tuple[Any, str | None, Any]]) -> list[Any]:

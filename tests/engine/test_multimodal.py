@@ -13,9 +13,9 @@ import torch
 
 from tests.engine.answers import params, run, tokens_of
 from tests.engine.captures import capture, result
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.multimodal import IMAGE_TOKENS, image, processor, save_tiny_idefics
-from tests.tiny import LAYERS, direction, make_llm
+from tests.tiny import LAYERS, direction
 from vllm_steer import Edit
 from vllm_steer.models import discovery
 from vllm_steer.models.recipe import qualified_name
@@ -39,9 +39,8 @@ def llm(folder: Path) -> Iterator[Any]:
 
     # vLLM starts a process to look at a class that it knows by name only.
     ModelRegistry.register_model("Idefics3ForConditionalGeneration", Idefics3ForConditionalGeneration)
-    engine = make_llm(folder, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1}, max_num_seqs=16)
-    yield engine
-    close(engine)
+    with opened(folder, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1}, max_num_seqs=16) as engine:
+        yield engine
 
 
 def with_image(seed: int, text: str = IMAGE_TEXT) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.engine.answers import params, prompt, run, tokens_of
-from tests.engine.conftest import close
-from tests.tiny import direction, make_llm
+from tests.engine.conftest import opened
+from tests.tiny import direction
 from vllm_steer import SteeringError
 
 
@@ -40,9 +40,8 @@ def objects_of_this_package(llm: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def stock(tiny_llama: Path) -> Iterator[Any]:
-    engine = make_llm(tiny_llama, enable_steering=False)
-    yield engine
-    close(engine)
+    with opened(tiny_llama, enable_steering=False) as engine:
+        yield engine
 
 
 def test_stock_engine_has_no_objects_of_this_package(stock: Any) -> None:

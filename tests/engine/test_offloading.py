@@ -12,9 +12,9 @@ import pytest
 
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.engine.captures import capture, close_to, result
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.offloading import SETTINGS
-from tests.tiny import VOCAB, direction, make_llm
+from tests.tiny import VOCAB, direction
 from vllm_steer.engine import scheduler as scheduler_module
 
 BLOCK = 32
@@ -29,19 +29,15 @@ FIELDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def truth(tiny_llama: Path) -> dict[str, Any]:
     """Return each request's output in an engine without caches."""
-    llm = make_llm(tiny_llama, enable_prefix_caching=False)
-    try:
+    with opened(tiny_llama, enable_prefix_caching=False) as llm:
         wanted = [params(4, **fields, capture=capture()) for fields in FIELDS.values()]
         return dict(zip(FIELDS, run(llm, [PROMPT] * len(FIELDS), wanted), strict=True))
-    finally:
-        close(llm)
 
 
 @pytest.fixture(scope="module")
 def llm(truth: dict[str, Any], tiny_llama: Path) -> Iterator[Any]:
-    engine = make_llm(tiny_llama, block_size=BLOCK, num_gpu_blocks_override=24, kv_transfer_config=SETTINGS)
-    yield engine
-    close(engine)
+    with opened(tiny_llama, block_size=BLOCK, num_gpu_blocks_override=24, kv_transfer_config=SETTINGS) as engine:
+        yield engine
 
 
 def ask(llm: Any, name: str, **fields: Any) -> Any:

@@ -13,8 +13,8 @@ import torch
 
 from tests.engine import scheduler_harness
 from tests.engine.answers import logprobs_of, params, prompt, run
-from tests.engine.conftest import close
-from tests.tiny import HIDDEN, VOCAB, make_llm
+from tests.engine.conftest import opened
+from tests.tiny import HIDDEN, VOCAB
 from vllm_steer.engine.edited_blocks import EditedBlocks
 
 BEYOND = {
@@ -42,9 +42,8 @@ def crowded(
             initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None, sliding_window=32,
         )  # fmt: skip
         MistralForCausalLM(made).float().save_pretrained(folder)
-    llm = make_llm(folder, **FEW)
-    yield llm
-    close(llm)
+    with opened(folder, **FEW) as llm:
+        yield llm
 
 
 def prompts(seed: int, count: int = 3) -> list[Any]:

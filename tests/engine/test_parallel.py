@@ -15,11 +15,11 @@ import pytest
 
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.record_cases import PROMPTS, add, check_consistent, reacting
 from tests.engine.steps import chunks_of
 from tests.engine.test_mixing import program
-from tests.tiny import LAYERS, VOCAB, direction, make_llm, save_autoencoder
+from tests.tiny import LAYERS, VOCAB, direction, save_autoencoder
 from vllm_steer import Edit, SteeringError, engine_kwargs
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
@@ -66,11 +66,8 @@ def two_ranks(folder: Path, **settings: Any) -> Iterator[Any]:
     """Return a small engine with two workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
-        engine = make_llm(folder, **SMALL, **settings)
-        try:
+        with opened(folder, **SMALL, **settings) as engine:
             yield engine
-        finally:
-            close(engine)
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +78,8 @@ def steering_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_one_rank(tiny_llama: Path, steering_config: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return outputs of the workload, and of requests with features."""
-    llm = make_llm(tiny_llama, steering_config=steering_config)
-    try:
+    with opened(tiny_llama, steering_config=steering_config) as llm:
         return run(llm, *workload()), run(llm, *with_features())
-    finally:
-        close(llm)
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,10 @@ import pytest
 
 from tests.engine import hf
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.crowded import crowded_engine
 from tests.engine.record_cases import READOUTS, add, bounds_of, check
 from tests.engine.record_reference import Expected, Reference
-from tests.tiny import make_llm
 from vllm_steer import SteeringError
 from vllm_steer.engine.record_keeper import RecordKeeper
 from vllm_steer.frontend.context import engine_context
@@ -82,9 +81,8 @@ def truth(tiny_llama: Path) -> Truth:
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> Iterator[Any]:
-    engine = make_llm(tiny_llama, **SMALL)
-    yield engine
-    close(engine)
+    with opened(tiny_llama, **SMALL) as engine:
+        yield engine
 
 
 def run_cases(llm: Any, truth: Truth, names: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, result
-from tests.engine.conftest import close
+from tests.engine.conftest import close, opened
 from tests.engine.ray_nodes import two_nodes
 from tests.engine.test_parallel import KINDS, SMALL, as_on_one_rank, workload
 from tests.tiny import LAYERS, direction, make_llm
@@ -38,11 +38,8 @@ def nodes() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def truth(tiny_llama: Path) -> list[Any]:
-    llm = make_llm(tiny_llama)
-    try:
+    with opened(tiny_llama) as llm:
         return run(llm, *workload()) + run(llm, *watched())
-    finally:
-        close(llm)
 
 
 @pytest.fixture(scope="module", params=list(KINDS), ids=list(KINDS))

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from tests.conformance.shard import EVERYTHING
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.ray_nodes import DEVICE, two_nodes
 from tests.engine.test_parallel import KINDS
 from tests.repo.tree import ROOT
 from tests.server import server
 from tests.server.requests import V
-from tests.tiny import make_llm
 from vllm_steer import Client, SamplingParams, ServerError
 
 pytestmark = [
@@ -50,15 +49,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def truth(model: Path) -> list[Any]:
     """Return the text and rows of a plain and of a steered request on one rank."""
-    llm = make_llm(model, skip_tokenizer_init=False, max_model_len=256)
-    try:
+    with opened(model, skip_tokenizer_init=False, max_model_len=256) as llm:
         wanted = [
             SamplingParams(max_tokens=8, temperature=0, capture=ROWS, **fields)
             for fields in ({}, {"steering_vectors": SITE})
         ]
         return list(llm.generate([PROMPT] * 2, wanted, use_tqdm=False))
-    finally:
-        close(llm)
 
 
 @pytest.fixture(scope="module", params=list(KINDS), ids=list(KINDS))

@@ -15,8 +15,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from tests.engine import hf
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
-from tests.engine.conftest import close
-from tests.tiny import direction, make_llm, save_autoencoder, save_tiny_llama
+from tests.engine.conftest import opened
+from tests.tiny import direction, save_autoencoder, save_tiny_llama
 
 LAYER, VECTOR = 1, direction(1)
 EDIT = {"post_attn": {LAYER: VECTOR}}
@@ -26,9 +26,8 @@ TOPICS = {"topics": {"sae": "tiny", "top_k": 4, "point": "post_block", "layer": 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     sae = save_autoencoder(tmp_path_factory.mktemp("sae"))
-    engine = make_llm(tiny_llama, steering_config={"saes": {"tiny": str(sae)}})
-    yield engine
-    close(engine)
+    with opened(tiny_llama, steering_config={"saes": {"tiny": str(sae)}}) as engine:
+        yield engine
 
 
 def workload() -> tuple[list[Any], list[Any]]:

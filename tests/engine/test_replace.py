@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.hf import load
-from tests.tiny import HIDDEN, LAYERS, make_llm
+from tests.tiny import HIDDEN, LAYERS
 from vllm_steer import Edit, SteeringError
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES
 
@@ -28,12 +28,11 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> Iterator[Any]:
-    engine = make_llm(
+    with opened(
         tiny_llama, steering_config={"points": list(OPTIONAL_POINTS)}, max_num_batched_tokens=64, max_num_seqs=32,
         block_size=32, enable_prefix_caching=True,
-    )  # fmt: skip
-    yield engine
-    close(engine)
+    ) as engine:  # fmt: skip
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.answers import run, tokens_of
 from tests.engine.captures import capture, close_to, result
-from tests.engine.conftest import close
-from tests.tiny import direction, make_llm
+from tests.engine.conftest import opened
+from tests.tiny import direction
 from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.frontend.prompt_tokens import check_mask
 
@@ -32,10 +32,9 @@ SITE = {"post_block": {1: direction(1, 1.0, 256)}}
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
     """Return the demo model, whose tokens are words."""
-    engine = make_llm(MODEL, skip_tokenizer_init=False, max_model_len=128, max_num_seqs=16, max_logprobs=-1,
-                      enable_prompt_embeds=True)  # fmt: skip
-    yield engine
-    close(engine)
+    with opened(MODEL, skip_tokenizer_init=False, max_model_len=128, max_num_seqs=16, max_logprobs=-1,
+                      enable_prompt_embeds=True) as engine:  # fmt: skip
+        yield engine
 
 
 def params(max_tokens: int = 8, **fields: Any) -> Any:

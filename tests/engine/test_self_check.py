@@ -21,7 +21,7 @@ import torch
 from tests.conformance.model import save
 from tests.conformance.zoo import BY_NAME
 from tests.engine.answers import params, prompt, run, tokens_of
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.test_off import worker_of
 from tests.tiny import HIDDEN, LAYERS, VOCAB, make_llm
 from tests.wrong_taps import WRONG
@@ -41,9 +41,8 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(request: pytest.FixtureRequest, tiny_llama: Path, gpt2: Path) -> Iterator[tuple[str, Any]]:
     """Return an engine whose layers have two summands, and one whose layers have one."""
     path = tiny_llama if request.param == "llama" else gpt2
-    llm = make_llm(path, max_model_len=64)
-    yield request.param, llm
-    close(llm)
+    with opened(path, max_model_len=64) as llm:
+        yield request.param, llm
 
 
 @contextmanager
@@ -206,9 +205,8 @@ def test_check_is_skipped_with_a_reason(tiny_llama: Path, monkeypatch: pytest.Mo
         ({"max_rows": 2}, "max_rows of at least 3, not 2"),
         ({"self_check": False}, "--steering-skip-self-check"),
     ):
-        llm = make_llm(tiny_llama, steering_config=config)
-        (report,) = llm.collective_rpc("steering_capabilities")
-        close(llm)
+        with opened(tiny_llama, steering_config=config) as llm:
+            (report,) = llm.collective_rpc("steering_capabilities")
         assert not report["self_check"]["ran"]
         assert said in report["self_check"]["reason"]
 
@@ -216,9 +214,8 @@ def test_check_is_skipped_with_a_reason(tiny_llama: Path, monkeypatch: pytest.Mo
 def test_check_fits_into_the_smallest_tables(tiny_llama: Path) -> None:
     """Catches a check that overflows small tables: one request per step, one site per request."""
     least = {"max_rows": 3, "max_vectors": 3, "max_instructions": 6, "max_segments": 4, "capture_rows": 3}
-    llm = make_llm(tiny_llama, steering_config=least, max_num_seqs=1)
-    (report,) = llm.collective_rpc("steering_capabilities")
-    close(llm)
+    with opened(tiny_llama, steering_config=least, max_num_seqs=1) as llm:
+        (report,) = llm.collective_rpc("steering_capabilities")
     assert (report["self_check"].get("hops"), report["self_check"].get("conclusive")) == (8, 8)
 
 
@@ -250,9 +247,8 @@ def save_whisper(folder: Path) -> Path:
 
 def test_cross_attention_without_an_encoder(tmp_path: Path) -> None:
     """Catches a check that refuses encoder-decoders: attention to no position at all is undefined on CPUs."""
-    llm = make_llm(save_whisper(tmp_path), max_model_len=32, skip_tokenizer_init=False)
-    (report,) = llm.collective_rpc("steering_capabilities")
-    close(llm)
+    with opened(save_whisper(tmp_path), max_model_len=32, skip_tokenizer_init=False) as llm:
+        (report,) = llm.collective_rpc("steering_capabilities")
     assert report["self_check"]["ran"]
     assert report["self_check"]["conclusive"] == report["self_check"]["hops"] == 2 * LAYERS
 

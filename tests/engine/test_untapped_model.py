@@ -21,7 +21,7 @@ from tests.conformance.model import save
 from tests.conformance.zoo import BY_NAME
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
-from tests.engine.conftest import close
+from tests.engine.conftest import close, opened
 from tests.engine.noting import CODES
 from tests.tiny import direction, make_llm
 from vllm_steer import Edit
@@ -88,18 +88,16 @@ def workload() -> tuple[list[Any], list[Any]]:
 @pytest.fixture(scope="module")
 def expected(granite: Path) -> list[Any]:
     """Return the outputs of an engine without an untapped model."""
-    llm = make_llm(granite, max_model_len=64)
-    answers: list[Any] = run(llm, *workload())
-    close(llm)
+    with opened(granite, max_model_len=64) as llm:
+        answers: list[Any] = run(llm, *workload())
     return answers
 
 
 @pytest.fixture(scope="module")
 def engine(granite: Path, stock_code: str, expected: list[Any]) -> Iterator[Any]:
     CODES.clear()
-    llm = make_llm(granite, max_model_len=64, **UNTAPPED)
-    yield llm
-    close(llm)
+    with opened(granite, max_model_len=64, **UNTAPPED) as llm:
+        yield llm
 
 
 def test_untapped_code_equals_stock_vllm(engine: Any, stock_code: str) -> None:
@@ -202,10 +200,9 @@ def test_warns_if_nothing_is_compiled(tiny_llama: Path, monkeypatch: pytest.Monk
     """Catches an error, or silence, if ``plain_code`` is set for an eager engine."""
     warnings: list[str] = []
     monkeypatch.setattr(model_setup.logger, "warning", lambda text, *values: warnings.append(text % values))
-    llm = make_llm(tiny_llama, steering_config={"plain_code": True})
-    assert runner_of(llm).steering.graph_sets._untapped is None
-    (facts,) = llm.collective_rpc("steering_capabilities")
-    close(llm)
+    with opened(tiny_llama, steering_config={"plain_code": True}) as llm:
+        assert runner_of(llm).steering.graph_sets._untapped is None
+        (facts,) = llm.collective_rpc("steering_capabilities")
     (message,) = warnings
     assert "does not compile" in message
     assert facts["no_plain_code"] == "vLLM does not compile the model"

@@ -14,7 +14,7 @@ from vllm import AsyncEngineArgs, envs
 
 from tests.conformance.engine import MODES
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
-from tests.engine.conftest import close
+from tests.engine.conftest import opened
 from tests.engine.hf import load
 from tests.engine.test_replace import TOLERANCE, expected
 from tests.tiny import direction, make_llm
@@ -34,9 +34,8 @@ PUSH = torch.from_numpy(direction(5, 2.0))
 def llm(request: Any, tiny_llama: Path) -> Iterator[Any]:
     """Return an engine with hooks; the model of the second one is traced as for compilation."""
     mode: dict[str, Any] = {} if request.param == "eager" else {"enforce_eager": False, **MODES["traced"]}
-    engine = make_llm(tiny_llama, steering_config=HOOKS, enable_prefix_caching=True, **SIZES, **mode)
-    yield engine
-    close(engine)
+    with opened(tiny_llama, steering_config=HOOKS, enable_prefix_caching=True, **SIZES, **mode) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -231,10 +230,8 @@ def test_engines_that_cannot_run_hooks(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches hooks in servers, in other processes, and in engines where the setting has no effect."""
-    off = make_llm(tiny_llama)
-    with pytest.raises(SteeringError, match=r'user_hooks.*"user_hooks": True'):
+    with opened(tiny_llama) as off, pytest.raises(SteeringError, match=r'user_hooks.*"user_hooks": True'):
         off.register_hook(lambda view: None, "post_block", 1)
-    close(off)
     with pytest.raises(IncompatibleError, match="never in a server"):
         AsyncEngineArgs(model=str(tiny_llama), **engine_kwargs({"user_hooks": True})).create_engine_config()
     with pytest.raises(IncompatibleError, match="several workers"):

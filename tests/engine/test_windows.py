@@ -14,8 +14,8 @@ import torch
 from tests.engine import scheduler_harness
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.engine.captures import result
-from tests.engine.conftest import close
-from tests.tiny import VOCAB, make_llm
+from tests.engine.conftest import opened
+from tests.tiny import VOCAB
 
 BLOCK = WINDOW = 32
 CONVERSATION = np.random.default_rng(1).integers(1, VOCAB, 200).tolist()
@@ -33,9 +33,8 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None, sliding_window=WINDOW,
     )  # fmt: skip
     MistralForCausalLM(made).float().save_pretrained(folder)
-    llm = make_llm(folder, block_size=BLOCK, kv_cache_memory_bytes=64 << 20, max_num_seqs=8)
-    yield llm
-    close(llm)
+    with opened(folder, block_size=BLOCK, kv_cache_memory_bytes=64 << 20, max_num_seqs=8) as llm:
+        yield llm
 
 
 @pytest.mark.parametrize(("window", "kept"), [(None, 48), (WINDOW, 0)])
