@@ -225,25 +225,25 @@ def test_patch_reports_options_that_cannot_be_used(
     assert done.exit_code == status and message in done.output
 
 
-@pytest.mark.parametrize("points", ["[hook_mlp_out, mlps_input]", "mlp_out"])
-def test_a_study_switches_its_points_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, points: str) -> None:
-    """Catches an engine without the points that a study names as other libraries do, which no option can switch on."""
-    started = []
+@pytest.mark.parametrize(
+    ("study", "options", "points", "passed"),
+    [
+        ("points: [hook_mlp_out, mlps_input]", [], ["mlp_in", "mlp_out"], {}),
+        ("points: mlp_out", [], ["mlp_out"], {}),
+        ("", [], [], {}),
+        (
+            "", ["--enforce-eager", "--dtype", "float32", "--max-model-len", "1k"], [],
+            {"enforce_eager": True, "dtype": "float32", "max_model_len": 1000},
+        ),
+    ],
+)  # fmt: skip
+def test_engines_of_studies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, study: str, options: list[str], points: list[str], passed: Any
+) -> None:
+    """Catches an engine without the points that a study names, also as other libraries do, and options that are lost.
 
-    def start(model: str, **settings: Any) -> None:
-        started.append(settings["steering_config"]["points"])
-        raise SteeringError("model", "stop here")
-
-    monkeypatch.setattr(vllm_steer, "LLM", start)
-    study = tmp_path / "study.yaml"
-    study.write_text(f"clean: a\ncorrupt: b\nanswer: c\nmetric: logprob\npoints: {points}\n")
-    done = CliRunner().invoke(commands, ["patch", str(study), "--model", "m"])
-    assert "stop here" in done.output
-    assert started == [["mlp_out"] if points == "mlp_out" else ["mlp_in", "mlp_out"]]
-
-
-def test_options_of_the_engine_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a study that compiles its model for minutes because no option can prevent it, and lost values."""
+    No option can switch the points on; a study that cannot pass ``--enforce-eager`` compiles its model for minutes.
+    """
     started = []
 
     def start(model: str, **settings: Any) -> None:
@@ -251,13 +251,7 @@ def test_options_of_the_engine_are_passed_on(monkeypatch: pytest.MonkeyPatch, tm
         raise SteeringError("model", "stop here")
 
     monkeypatch.setattr(vllm_steer, "LLM", start)
-    (study := tmp_path / "study.yaml").write_text("clean: a\ncorrupt: b\nanswer: c\nmetric: logprob\n")
-    ours = {"enable_steering": True, "steering_config": {"points": []}}
-    options = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "1k"]
-    for given, passed in (
-        ([], {}),
-        (options, {"enforce_eager": True, "dtype": "float32", "max_model_len": 1000}),
-    ):
-        done = CliRunner().invoke(commands, ["patch", str(study), "--model", "m", *given])
-        assert "stop here" in done.output
-        assert started.pop() == ("m", {**ours, **passed})
+    (file := tmp_path / "study.yaml").write_text(f"clean: a\ncorrupt: b\nanswer: c\nmetric: logprob\n{study}\n")
+    done = CliRunner().invoke(commands, ["patch", str(file), "--model", "m", *options])
+    assert "stop here" in done.output
+    assert started == [("m", {"enable_steering": True, "steering_config": {"points": points}, **passed})]

@@ -161,16 +161,10 @@ def test_files_that_are_not_sweeps(tmp_path: Path) -> None:
         setattr(result, name, np.zeros(3))
         with pytest.raises(SteeringError, match=rf"is damaged: {name} has shape \[3\]"):
             decode(encode(result), "answer")
-    result.info = replace_version(result)
+    result.info = msgspec.structs.replace(result.info, version=9)
     result.save(tmp_path / "later.safetensors")
     with pytest.raises(SteeringError, match="has version 9 of the format"):
         PatchingResult.load(tmp_path / "later.safetensors")
-
-
-def replace_version(result: PatchingResult) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(result.info, version=9)
 
 
 def test_errors_name_the_accepted_forms() -> None:

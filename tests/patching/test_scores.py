@@ -10,19 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.patching.fake import FakeRunner
+from tests.patching.test_study import study
 from vllm_steer import SteeringError
 from vllm_steer.client.patching import HttpRunner
-from vllm_steer.patching import PatchingResult, PatchingStudy
+from vllm_steer.patching import PatchingResult
 from vllm_steer.patching.metrics import LogProbs
 from vllm_steer.patching.offline import OfflineRunner
 
 CAPABILITIES = {"num_layers": 2, "hidden_size": 4, "points": [{"name": "post_block", "on": True}]}
-PROMPTS = {"clean": "the red car is", "corrupt": "the blue bus is", "answer": " red", "foil": " blue"}
-
-
-def study(**changes: Any) -> PatchingStudy:
-    return PatchingStudy(FakeRunner(), **{**PROMPTS, **changes})
 
 
 def offline(mode: str, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,55 @@ def hf(model_path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+@contextmanager
+def hooked(module: Any, change: Callable[[torch.Tensor], Any], *, prepend: bool = False) -> Iterator[None]:
+    """Call a function with the rows ``[batch, tokens, hidden]`` that a module of HF returns, or replace them by its.
+
+    Args:
+        module: The module.
+        change: The function; if it returns None, the rows stay.
+        prepend: Whether it runs ahead of other hooks.
+    """
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        rows = change(output[0] if isinstance(output, tuple) else output)
+        return (rows, *output[1:]) if rows is not None and isinstance(output, tuple) else rows
+
+    handle = module.register_forward_hook(hook, prepend=prepend)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def replaced(position: int, row: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the change that puts a row at a position."""
+
+    def put(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone()
+        rows[0, position] = row
+        return rows
+
+    return put
+
+
+def logits_of(hf: Any, tokens: Any) -> torch.Tensor:
+    """Return HF's logits ``[batch, tokens, vocab]``."""
+    with torch.no_grad():
+        logits: torch.Tensor = hf(torch.as_tensor(tokens)).logits
+    return logits
+
+
+def outputs_of(hf: Any, tokens: list[int], modules: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the rows ``[tokens, hidden]`` that modules of HF return, in the order in which they run."""
+    found: list[torch.Tensor] = []
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(hooked(module, lambda rows: found.append(rows[0])))
+        logits_of(hf, [tokens])
+    return found
 
 
 def hidden_states(hf: Any, token_ids: list[int]) -> list[torch.Tensor]:
@@ -78,16 +128,13 @@ def steered_states(
 ) -> list[torch.Tensor]:
     """Return `hidden_states` with rows added to a layer's output at some positions."""
 
-    def add(module: Any, args: Any, output: Any) -> Any:
-        hidden = (output[0] if isinstance(output, tuple) else output).clone()
+    def add(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.clone()
         for position, row in rows.items():
             length = hidden[0, position].norm() / row.norm() if norm_match else 1.0
             hidden[0, position] += scale * length * row
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+        return hidden
 
     # Ahead of the hooks with which HF records hidden states.
-    handle = hf.model.layers[layer].register_forward_hook(add, prepend=True)
-    try:
+    with hooked(hf.model.layers[layer], add, prepend=True):
         return hidden_states(hf, token_ids)
-    finally:
-        handle.remove()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.peers.conftest import hidden_states, steered_states
+from tests.peers.conftest import hidden_states, hooked, logits_of, outputs_of, replaced, steered_states
 from vllm_steer import SteeringError
 from vllm_steer.peers.nnterp import (
     Prompt,
@@ -33,17 +33,8 @@ def model(engine: Any) -> StandardizedTransformer:
 
 def patched_logits(hf: Any, tokens: list[int], layer: int, position: int, row: torch.Tensor) -> torch.Tensor:
     """Return HF's last logits with one row of a layer's output replaced."""
-
-    def put(module: Any, args: Any, output: Any) -> Any:
-        rows = (output[0] if isinstance(output, tuple) else output).clone()
-        rows[0, position] = row
-        return (rows, *output[1:]) if isinstance(output, tuple) else rows
-
-    handle = hf.model.layers[layer].register_forward_hook(put)
-    with torch.no_grad():
-        logits = hf(torch.tensor([tokens])).logits[0, -1]
-    handle.remove()
-    return logits
+    with hooked(hf.model.layers[layer], replaced(position, row)):
+        return logits_of(hf, [tokens])[0, -1]
 
 
 def lens_of(hf: Any, row: torch.Tensor) -> torch.Tensor:
@@ -54,17 +45,7 @@ def lens_of(hf: Any, row: torch.Tensor) -> torch.Tensor:
 
 def last_outputs(hf: Any, tokens: list[int]) -> torch.Tensor:
     """Return the output of each layer at the last token, ``[layers, hidden]``."""
-    found: list[torch.Tensor] = []
-
-    def keep(module: Any, args: Any, output: Any) -> None:
-        found.append((output[0] if isinstance(output, tuple) else output)[0, -1])
-
-    handles = [layer.register_forward_hook(keep) for layer in hf.model.layers]
-    with torch.no_grad():
-        hf(torch.tensor([tokens]))
-    for handle in handles:
-        handle.remove()
-    return torch.stack(found)
+    return torch.stack([rows[-1] for rows in outputs_of(hf, tokens, hf.model.layers)])
 
 
 def test_facts(model: StandardizedTransformer, hf: Any) -> None:
@@ -75,24 +56,11 @@ def test_facts(model: StandardizedTransformer, hf: Any) -> None:
 
 def test_outputs_of_attention_and_mlp(model: StandardizedTransformer, hf: Any) -> None:
     """Catches rows of another module, and a refusal in models without a norm behind attention and MLP."""
-    tokens, found = model.encode(PROMPTS[1]), {}
-
-    def keep(name: str) -> Any:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            found[name] = (output[0] if isinstance(output, tuple) else output)[0]
-
-        return hook
-
-    block = hf.model.layers[2]
-    handles = [getattr(block, name).register_forward_hook(keep(name)) for name in ("self_attn", "mlp")]
-    with torch.no_grad():
-        hf(torch.tensor([tokens]))
-    for handle in handles:
-        handle.remove()
+    tokens, block = model.encode(PROMPTS[1]), hf.model.layers[2]
     with model.trace(tokens):
-        rows = {"self_attn": model.attentions_output[2].save(), "mlp": model.mlps_output[2].save()}
-    for name, expected in found.items():
-        torch.testing.assert_close(rows[name].value[0], expected, atol=1e-3, rtol=1e-3)
+        rows = [model.attentions_output[2].save(), model.mlps_output[2].save()]
+    for found, expected in zip(rows, outputs_of(hf, tokens, (block.self_attn, block.mlp)), strict=True):
+        torch.testing.assert_close(found.value[0], expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("idx", [None, 0, 2, -2])
@@ -211,8 +179,7 @@ def test_the_readme_of_nnterp(model: StandardizedTransformer, hf: Any) -> None:
             some = model.layers_output[1].save()
         with tracer.invoke(PROMPTS[1]):
             untouched = model.logits.save()
-    with torch.no_grad():
-        logits = hf(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+    logits = logits_of(hf, [tokens])[0, -1].log_softmax(-1)
     assert plain.value.shape == (1, 1, hf.config.vocab_size)
     torch.testing.assert_close(plain.value[0, -1], logits, atol=1e-2, rtol=1e-3)
     torch.testing.assert_close(untouched.value, plain.value, atol=1e-3, rtol=1e-3)
@@ -290,15 +257,13 @@ def test_generation_is_traced(model: StandardizedTransformer, hf: Any) -> None:
     pushed[[count - 1, count + 1]] = 2.0
     outputs: list[torch.Tensor] = []
 
-    def push(module: Any, args: Any, output: Any) -> Any:
-        changed = (output[0] if isinstance(output, tuple) else output) + pushed * vector
+    def push(rows: torch.Tensor) -> torch.Tensor:
+        changed = rows + pushed * vector
         outputs.append(changed[0])
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+        return changed
 
-    handle = hf.model.layers[1].register_forward_hook(push)
-    with torch.no_grad():
-        logits = hf(whole[None, :-1]).logits[0]
-    handle.remove()
+    with hooked(hf.model.layers[1], push):
+        logits = logits_of(hf, whole[None, :-1])[0]
     expected = logits.softmax(-1)[count - 1 :]
     assert whole[count:].tolist() == expected.argmax(-1).tolist()
     torch.testing.assert_close(torch.cat([each.value for each in probs]), expected, atol=1e-3, rtol=1e-2)

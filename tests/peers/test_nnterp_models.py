@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,30 +11,13 @@ import torch
 from tests.conformance import model as conformance
 from tests.conformance.engine import steered_engine
 from tests.conformance.zoo import BY_NAME
+from tests.peers.conftest import outputs_of
 from vllm_steer import SteeringError
 from vllm_steer.peers.nnterp import StandardizedTransformer, logit_lens
 
 pytestmark = pytest.mark.slow
 TOKENS = [5, 17, 33, 8, 99]
 BRANCHES = ("attn_out", "mlp_out")
-
-
-def outputs_of(hf: Any, names: list[str]) -> list[torch.Tensor]:
-    """Return the rows of the last token that submodules of HF's model return."""
-    found: dict[str, torch.Tensor] = {}
-
-    def keep(name: str) -> Any:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            found[name] = (output[0] if isinstance(output, tuple) else output)[0, -1]
-
-        return hook
-
-    handles = [hf.get_submodule(name).register_forward_hook(keep(name)) for name in names]
-    with torch.no_grad():
-        hf(torch.tensor([TOKENS]))
-    for handle in handles:
-        handle.remove()
-    return [found[name] for name in names]
 
 
 def check_site(
@@ -62,9 +44,9 @@ def test_outputs_ahead_of_a_norm_are_refused(family: str, attention_norm: str, m
     """Catches rows behind the norm, of another scale and direction, returned as the output of attention or MLP."""
     tiny = BY_NAME[family]
     path, hf = conformance.save(tiny, tmp_path), conformance.build(tiny).float()
-    at = f"{tiny.blocks}.1"
-    modules = [f"{at}.self_attn", f"{at}.{attention_norm}", f"{at}.mlp", f"{at}.{mlp_norm}"]
-    attention, normed_attention, mlp, normed_mlp = outputs_of(hf, modules)
+    block = hf.get_submodule(f"{tiny.blocks}.1")
+    modules = [getattr(block, name) for name in ("self_attn", attention_norm, "mlp", mlp_norm)]
+    attention, normed_attention, mlp, normed_mlp = (rows[-1] for rows in outputs_of(hf, TOKENS, modules))
     with steered_engine(tiny, path, "eager", BRANCHES) as llm:
         model = StandardizedTransformer(llm)
         check_site(model, "attentions_output", "attn_out", attention, normed_attention)

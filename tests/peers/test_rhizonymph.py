@@ -17,7 +17,7 @@ from fastapi import FastAPI, HTTPException, Request
 from examples.peers import nnterp, probe_hook, rhizonymph, transformer_lens, vllm_lens
 from tests.capture.captured import captured
 from tests.docs.runner import offline_blocks
-from tests.peers.conftest import hidden_states
+from tests.peers.conftest import hidden_states, hooked, logits_of, replaced
 from vllm_steer import CaptureSpec, SteeringError, open_captures
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.params import FIELDS, compile_fields
@@ -254,29 +254,18 @@ def test_gates_and_patches_act_as_in_transformers(engine: Any, hf: Any) -> None:
         fires[:count] = 0.0
         opened += float(fires.sum()) / len(fires)
 
-        def push(module: Any, args: Any, out: Any, fires: torch.Tensor = fires) -> Any:
-            rows = (out[0] if isinstance(out, tuple) else out) + 2.0 * fires[None, :, None] * torch.from_numpy(vector)
-            return (rows, *out[1:]) if isinstance(out, tuple) else rows
-
-        compare(output, hf, push, 2)
+        pushed = 2.0 * fires[None, :, None] * torch.from_numpy(vector)
+        compare(output, hf, lambda rows, pushed=pushed: rows + pushed, 2)
     assert 0 < opened < 3
     for output in outputs[3:]:
-
-        def put(module: Any, args: Any, out: Any) -> Any:
-            rows = (out[0] if isinstance(out, tuple) else out).clone()
-            rows[0, 0] = torch.from_numpy(vector)
-            return (rows, *out[1:]) if isinstance(out, tuple) else rows
-
-        compare(output, hf, put, 1)
+        compare(output, hf, replaced(0, torch.from_numpy(vector)), 1)
 
 
-def compare(output: Any, hf: Any, hook: Any, layer: int) -> None:
-    """Compare the log-probabilities of an output's tokens with HF's under a hook."""
+def compare(output: Any, hf: Any, change: Any, layer: int) -> None:
+    """Compare the log-probabilities of an output's tokens with HF's with changed outputs of a layer."""
     whole = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    handle = hf.model.layers[layer].register_forward_hook(hook)
-    with torch.no_grad():
-        logprobs = hf(torch.tensor([whole[:-1]])).logits[0].log_softmax(-1)
-    handle.remove()
+    with hooked(hf.model.layers[layer], change):
+        logprobs = logits_of(hf, [whole[:-1]])[0].log_softmax(-1)
     for i, token in enumerate(output.outputs[0].token_ids):
         right = float(logprobs[len(output.prompt_token_ids) - 1 + i, token])
         assert output.outputs[0].logprobs[i][token].logprob == pytest.approx(right, abs=2e-3)

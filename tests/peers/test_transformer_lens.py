@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.peers.conftest import hidden_states
+from tests.peers.conftest import hidden_states, hooked, logits_of
 from vllm_steer import Edit, SteeringError
 from vllm_steer.peers.transformer_lens import (
     ActivationCache,
@@ -61,8 +61,7 @@ def test_run_with_cache(model: HookedTransformer, hf: Any) -> None:
         torch.testing.assert_close(cache["resid_post", 1][i], states[2], atol=1e-3, rtol=1e-3)
         middle = cache["resid_pre", 1] + cache["attn_out", 1]
         torch.testing.assert_close(cache["resid_mid", 1], middle, atol=1e-3, rtol=1e-3)
-        with torch.no_grad():
-            expected = hf(tokens).logits[0, -1].log_softmax(-1)
+        expected = logits_of(hf, tokens)[0, -1].log_softmax(-1)
         assert logits is not None
         torch.testing.assert_close(logits[i, 0], expected, atol=1e-2, rtol=1e-3)
 
@@ -110,16 +109,8 @@ HALVED = "blocks.1.hook_resid_post"
 
 def in_hf(hf: Any, tokens: torch.Tensor, layer: int, change: Any) -> torch.Tensor:
     """Return HF's log-probabilities ``[batch, tokens, vocab]`` with changed outputs of a layer."""
-
-    def hook(module: Any, args: Any, output: Any) -> Any:
-        rows = output[0] if isinstance(output, tuple) else output
-        return (change(rows), *output[1:]) if isinstance(output, tuple) else change(rows)
-
-    handle = hf.model.layers[layer].register_forward_hook(hook)
-    with torch.no_grad():
-        logits = hf(tokens).logits.log_softmax(-1)
-    handle.remove()
-    return logits
+    with hooked(hf.model.layers[layer], change):
+        return logits_of(hf, tokens).log_softmax(-1)
 
 
 @pytest.mark.slow

@@ -59,37 +59,29 @@ def test_vectors_become_edits() -> None:
         ({"skip_reading_prefix_cache": 1}, "skip_reading_prefix_cache", "true or false"),
         ({"apply_steering_vectors": 1}, "apply_steering_vectors", "must be a list"),
         ({"apply_steering_vectors": [{"layer_indices": [1]}]}, r"apply_steering_vectors\[0\].activations", "required"),
-        (
-            {"apply_steering_vectors": [{"activations": [[1.0]], "layer_indices": [1, 2]}]},
-            r"apply_steering_vectors\[0\].layer_indices",
-            "names 2 layers",
-        ),
-        (
-            {"apply_steering_vectors": [{"activations": [[1.0], [2.0]], "layer_indices": [3, 3]}]},
-            r"apply_steering_vectors\[0\].layer_indices",
-            "names layer 3 more than once",
-        ),
-        (
-            {"apply_steering_vectors": [{"activations": [[1.0]], "layer_indices": [1], "position_indices": [0]}]},
-            r"apply_steering_vectors\[0\].position_indices",
-            "2-D vector is added at every token",
-        ),
-        (
-            {"apply_steering_vectors": [{"activations": [[0.0]], "layer_indices": [1], "norm_match": True}]},
-            r"apply_steering_vectors\[0\].activations",
-            "is zero",
-        ),
-        (
-            {"apply_steering_vectors": [{"activations": [[1.0]], "layer_indices": [-1]}]},
-            r"apply_steering_vectors\[0\].layer_indices",
-            "count from 0",
-        ),
     ],
 )
 def test_invalid_keys_are_refused(keys: dict[str, Any], field: str, problem: str) -> None:
     """Catches a key that is ignored or taken for something else."""
     with pytest.raises(SteeringError, match=rf"extra_args\.{field}: .*{problem}"):
         SamplingParams(extra_args=keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "problem"),
+    [
+        ({"layer_indices": [1, 2]}, "layer_indices", "names 2 layers"),
+        ({"activations": [[1.0], [2.0]], "layer_indices": [3, 3]}, "layer_indices", "names layer 3 more than once"),
+        ({"position_indices": [0]}, "position_indices", "2-D vector is added at every token"),
+        ({"activations": [[0.0]], "norm_match": True}, "activations", "is zero"),
+        ({"layer_indices": [-1]}, "layer_indices", "count from 0"),
+    ],
+)
+def test_invalid_vectors_are_refused(changes: dict[str, Any], field: str, problem: str) -> None:
+    """Catches a vector that is ignored or added elsewhere."""
+    vectors = [{"activations": [[1.0]], "layer_indices": [1], **changes}]
+    with pytest.raises(SteeringError, match=rf"extra_args\.apply_steering_vectors\[0\]\.{field}: .*{problem}"):
+        SamplingParams(extra_args={"apply_steering_vectors": vectors})
 
 
 def vector(*positions: int, layers: tuple[int, ...] = (1,), norm_match: bool = True) -> SteeringVector:
@@ -155,25 +147,20 @@ def test_activations_are_those_of_hf(engine: Any, hf: Any) -> None:
     torch.testing.assert_close(found["residual_stream"], torch.stack([states[1], states[3]]), atol=1e-3, rtol=1e-3)
 
 
+def injecting(rows: torch.Tensor, positions: list[int], layers: list[int], **settings: Any) -> SamplingParams:
+    """Return parameters that add rows, scaled to the stream's norm, after layer 1, and that capture layers."""
+    vector = SteeringVector(
+        activations=rows, layer_indices=[1], norm_match=True, position_indices=positions, **settings
+    )  # fmt: skip
+    keys = {"output_residual_stream": layers, "apply_steering_vectors": [vector]}
+    return SamplingParams(max_tokens=2, temperature=0, extra_args=keys)
+
+
 @pytest.mark.slow
 def test_an_oracle_reads_injected_activations(engine: Any, hf: Any) -> None:
     """Catches norm-matched vectors at other positions, and one request's vectors in another of the batch."""
     vectors = torch.randn(2, 1, 2, 64, generator=torch.Generator().manual_seed(0))
-    requests = [
-        SamplingParams(
-            max_tokens=2,
-            temperature=0,
-            extra_args={
-                "output_residual_stream": [1],
-                "apply_steering_vectors": [
-                    SteeringVector(
-                        activations=each, layer_indices=[1], scale=0.5, norm_match=True, position_indices=[3, 1]
-                    )
-                ],
-            },
-        )
-        for each in vectors
-    ]
+    requests = [injecting(each, [3, 1], [1], scale=0.5) for each in vectors]
     outputs = engine.generate(["what is ??", "what is ?"], requests, use_tqdm=False)
     for output, each in zip(outputs, vectors, strict=True):
         found = activations_of(output)

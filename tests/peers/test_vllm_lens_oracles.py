@@ -15,8 +15,9 @@ from tests.docs.runner import blocks_of
 from tests.engine.conftest import close
 from tests.peers.adapters import merged
 from tests.peers.conftest import steered_states
+from tests.peers.test_vllm_lens import injecting
 from vllm_steer.peers import vllm_lens
-from vllm_steer.peers.vllm_lens import LLM, SamplingParams, SteeringVector, offline
+from vllm_steer.peers.vllm_lens import LLM, offline
 
 pytestmark = pytest.mark.slow
 
@@ -39,19 +40,7 @@ def test_oracles_in_one_batch(llm: Any, adapters: dict[str, Path], model_path: P
     prompt, positions = "what do ? ? mean, and what does ? mean here?", [8, 10, 32]
     rows = torch.randn(4, 1, 3, 64, generator=torch.Generator().manual_seed(3))
     names = ["oracle", "other", None, "oracle"]
-    params = [
-        SamplingParams(
-            max_tokens=2,
-            temperature=0,
-            extra_args={
-                "output_residual_stream": [0, 1, 2],
-                "apply_steering_vectors": [
-                    SteeringVector(activations=each, layer_indices=[1], norm_match=True, position_indices=positions)
-                ],
-            },
-        )
-        for each in rows
-    ]
+    params = [injecting(each, positions, [0, 1, 2]) for each in rows]
     loras = [name and LoRARequest(name, 1 + list(adapters).index(name), str(adapters[name])) for name in names]
     outputs = llm.generate([prompt] * 4, params, lora_request=loras, use_tqdm=False)
     for name, each, output in zip(names, rows, outputs, strict=True):

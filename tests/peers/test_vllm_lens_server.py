@@ -156,14 +156,8 @@ def test_oracles_in_one_batch(url: str, adapters: dict[str, Path], model_path: P
             activations=rows[i], layer_indices=[1], norm_match=True, scale=2.0, position_indices=[0, 2]
         )
         with VLLMLensClient(url, model=MODEL) as client:
-            return client.generate(
-                question,
-                3,
-                capture_layers=[0, 1, 2],
-                steering_vectors=[vector],
-                lora_request={"lora_name": names[i]},
-                return_token_ids=True,
-            )
+            more = {"lora_request": {"lora_name": names[i]}, "return_token_ids": True}
+            return client.generate(question, 3, capture_layers=[0, 1, 2], steering_vectors=[vector], **more)
 
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, range(4)))

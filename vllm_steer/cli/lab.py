@@ -44,32 +44,34 @@ def make(
     """
     check_output(out)
     with failing_on(SteeringError):
-        from vllm_steer.lab.activations import POOLS
         from vllm_steer.lab.examples import read_examples
         from vllm_steer.lab.methods import METHODS, logistic_regression
+        from vllm_steer.lab.methods import make as make_directions
         from vllm_steer.request.scalars import read_choice
 
         # Before the model is loaded, which takes long.
         chosen, read = read_choice(method, METHODS, "method"), read_examples(examples)
         if chosen == "probe":
             logistic_regression()
-        given: dict[str, Any] = {"pool": read_choice(pool, POOLS, "pool")}
-        numbers = read_layer_range(layers)
+        given = read_collection(layers, positions, pool)
         if out.suffix not in (".safetensors", ".gguf"):
             raise SteeringError("out", f"{out} has an unknown suffix; use .safetensors or .gguf")
-        from vllm_steer.lab.methods import make as make_directions
-
-        if positions is not None:
-            given["positions"] = positions
-        found = make_directions(
-            start_engine(model, context.args, "make"), read, method=chosen, layers=numbers, point=point,
-            seed=seed, use_tqdm=True, **given,
-        )  # fmt: skip
+        engine = start_engine(model, context.args, "make")
+        found = make_directions(engine, read, method=chosen, point=point, seed=seed, use_tqdm=True, **given)
         found.save(out, [found.best] if best else None)
     lines = ((n, f"{each.dose:.3g}", f"{each.stream:.4g}", f"{each.auroc:.3f}") for n, each in found.items())
     print_table(("layer", "dose of strength 1", "stream", "AUROC on unseen examples"), lines)
     written = f"layer {found.best}" if best else f"{len(found)} layers, all of which steer a request that uses the file"
     typer.echo(f"{out}: {written}; best layer {found.best}")
+
+
+def read_collection(layers: str, positions: str | None, pool: str) -> dict[str, Any]:
+    """Return the arguments that choose the rows of examples; raise SteeringError for an invalid option."""
+    from vllm_steer.lab.activations import POOLS
+    from vllm_steer.request.scalars import read_choice
+
+    given = {"pool": read_choice(pool, POOLS, "pool"), "layers": read_layer_range(layers)}
+    return given if positions is None else {**given, "positions": positions}
 
 
 def read_layer_range(text: str) -> Any:

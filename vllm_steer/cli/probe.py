@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from vllm_steer.cli.engine import ENGINE_CONTEXT, start_engine
-from vllm_steer.cli.lab import Layers, Model, Point, Pool, Positions, Seed, read_layer_range
+from vllm_steer.cli.lab import Layers, Model, Point, Pool, Positions, Seed, read_collection
 from vllm_steer.cli.output import check_output, failing_on, group, print_table
 from vllm_steer.errors import SteeringError
 
@@ -35,12 +35,10 @@ def train(
     """
     check_output(out)
     with failing_on(SteeringError):
-        from vllm_steer.lab.activations import POOLS
         from vllm_steer.lab.examples import read_examples
         from vllm_steer.lab.methods import logistic_regression
         from vllm_steer.lab.probe_texts import split_texts
         from vllm_steer.lab.probes import train_probe
-        from vllm_steer.request.scalars import read_choice
 
         # Before the model is loaded, which takes long.
         if out.suffix != ".safetensors":
@@ -48,9 +46,7 @@ def train(
         logistic_regression()
         read = read_examples(examples)
         split_texts(read, seed)
-        given: dict[str, Any] = {"pool": read_choice(pool, POOLS, "pool"), "layers": read_layer_range(layers)}
-        if positions is not None:
-            given["positions"] = positions
+        given = read_collection(layers, positions, pool)
         engine = start_engine(model, context.args, "probe train")
         found = train_probe(engine, read, point=point, seed=seed, use_tqdm=True, **given)
         found.save(out)

@@ -173,11 +173,7 @@ def parse_completion(document: Mapping[str, Any]) -> Completion:
     choices = tuple(
         Choice(
             text=choice["text"] if "text" in choice else choice["message"].get("content") or "",
-            finish_reason=choice.get("finish_reason"),
-            captures=_parse_captures(choice),
-            readouts=_parse_readouts(choice),
-            trace=_parse_trace(choice),
-            stop_reason=choice.get("stop_reason"),
+            **_results(choice),
         )
         for choice in document["choices"]
     )
@@ -196,16 +192,7 @@ def parse_piece(event: Mapping[str, Any]) -> Piece:
         raise ServerError(int(error.get("code") or 500), str(error.get("message")), error.get("param"), kind)
     choice: Mapping[str, Any] = next((each for each in event.get("choices", ()) if each.get("index", 0) == 0), {})
     text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-    return Piece(
-        text,
-        _parse_applied(event),
-        _parse_readouts(choice),
-        _parse_trace(choice),
-        str(event.get("id") or ""),
-        _parse_captures(choice),
-        choice.get("finish_reason"),
-        choice.get("stop_reason"),
-    )
+    return Piece(text, _parse_applied(event), id=str(event.get("id") or ""), **_results(choice))
 
 
 def read_capture_file(data: bytes) -> dict[tuple[str, int], Rows]:
@@ -228,8 +215,16 @@ def _parse_applied(document: Mapping[str, Any]) -> SteeringApplied | None:
     return None if applied is None else SteeringApplied.model_validate(applied)
 
 
-def _parse_captures(choice: Mapping[str, Any]) -> dict[str, CaptureAnswer]:
-    return {name: _parse_capture(each) for name, each in (choice.get("capture_results") or {}).items()}
+def _results(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what choices of whole answers and of streams have in common."""
+    trace = choice.get("steering_trace")
+    return {
+        "captures": {name: _parse_capture(each) for name, each in (choice.get("capture_results") or {}).items()},
+        "readouts": {name: ReadoutValues.from_json(each) for name, each in (choice.get("readouts") or {}).items()},
+        "trace": None if trace is None else Trace.from_json(trace),
+        "finish_reason": choice.get("finish_reason"),
+        "stop_reason": choice.get("stop_reason"),
+    }
 
 
 def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
@@ -240,12 +235,3 @@ def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
     }
     unreached = tuple(report.get("unreached", ()))
     return CaptureAnswer(report["status"], report["error"], report.get("id"), report.get("data"), sites, unreached)
-
-
-def _parse_readouts(choice: Mapping[str, Any]) -> dict[str, ReadoutValues]:
-    return {name: ReadoutValues.from_json(each) for name, each in (choice.get("readouts") or {}).items()}
-
-
-def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:
-    trace = choice.get("steering_trace")
-    return None if trace is None else Trace.from_json(trace)

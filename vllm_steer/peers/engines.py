@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_steer import LLM
+from vllm_steer import LLM, Edit, SamplingParams
 from vllm_steer.adapters import RAW, check_logprobs_mode, is_integer, shown
 from vllm_steer.errors import SteeringError
 
@@ -87,6 +87,27 @@ class Engine:
         # Python's integers: a tensor in a request ends the thread of an engine process that reads requests.
         return [int(token) for token in tokens]
 
+    def encode_all(self, prompts: Any) -> list[list[int]]:
+        """Return the tokens of prompts in any form that :func:`read_prompts` accepts."""
+        return [self.encode(each, f"prompts[{i}]") for i, each in enumerate(read_prompts(prompts))]
+
+    def params(self, *, edits: Iterable[Edit] = (), capture: Any = None, **fields: Any) -> SamplingParams:
+        """Return sampling parameters, by default greedy and for one token.
+
+        Args:
+            edits: Edits that apply before those in ``fields``.
+            capture: Spec of the consumer ``memory``.
+            **fields: Arguments of ``SamplingParams``.
+        """
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, **fields}
+        if is_integer(given["max_tokens"]):  # Python's integer, without which no request reaches the engine
+            given["max_tokens"] = int(given["max_tokens"])
+        if joined := [*edits, *(given.get("steering") or ())]:
+            given["steering"] = joined
+        if capture is not None:
+            given["capture"] = {"memory": capture}
+        return SamplingParams(**given)
+
     def submit(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
         """Return the outputs of prompts, with the same parameters or a list of them, also of requests that failed."""
         requests = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
@@ -114,10 +135,8 @@ class Engine:
 
     def log_probabilities(self, flat: Any, step: int = 0) -> torch.Tensor:
         """Return the log-probabilities ``[vocab]`` of one token of an output's ``logprobs`` or ``prompt_logprobs``."""
-        found, part = (
-            torch.full((self.vocab_size,), -torch.inf),
-            slice(flat.start_indices[step], flat.end_indices[step]),
-        )
+        part = slice(flat.start_indices[step], flat.end_indices[step])
+        found = torch.full((self.vocab_size,), -torch.inf)
         found[torch.tensor(flat.token_ids[part])] = torch.tensor(flat.logprobs[part])
         return found
 
@@ -153,6 +172,9 @@ def require_answers(outputs: Iterable[Any]) -> None:
                 raise RuntimeError(f"prompts[{i}]: {sample.stop_reason or 'the request ended with an error'}")
 
 
-def plain_count(value: Any) -> Any:
-    """Return numpy's integers as Python's, without which no request reaches the engine, and other values unchanged."""
-    return int(value) if is_integer(value) else value
+def hooks_of(sites: Iterable[tuple[Any, int]]) -> dict[str, list[int]]:
+    """Return the layers of sites by point, each once and in order."""
+    hooks: dict[str, list[int]] = {}
+    for point, layer in dict.fromkeys(sites):
+        hooks.setdefault(point, []).append(layer)
+    return hooks

@@ -96,6 +96,12 @@ class TranslatingMiddleware:
             await self.app(scope, receive, send)
 
 
+def with_path(scope: Scope, path: str) -> dict[str, Any]:
+    """Return a request with another path below the application's root path."""
+    whole = scope["path"].removesuffix(app_path(scope)) + path
+    return {**scope, "path": whole, "raw_path": whole.encode()}
+
+
 async def _refuse_path(app: ASGIApp, scope: Scope, receive: Receive, send: Send, error: SteeringError) -> None:
     """Answer a path that ``app`` does not have with ``error``, after its authentication.
 

@@ -12,7 +12,7 @@ import torch
 from vllm_steer import Edit, SamplingParams, site
 from vllm_steer.adapters import MASK_HINT, is_integer, refuse_repeated, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.engines import Engine, plain_count, read_prompts, rows_of
+from vllm_steer.peers.engines import Engine, rows_of
 from vllm_steer.peers.nnterp.trace import Sites, Tracer
 from vllm_steer.peers.nnterp.values import LogProbabilities, Probabilities
 from vllm_steer.peers.refusals import MODEL, REFUSALS, refuse_attribute, refuse_names
@@ -41,14 +41,11 @@ class StandardizedTransformer(Engine):
         self._edits: list[Edit] = []
         self._tracer: Tracer | None = None
 
-    def params(self, *, edits: Iterable[Edit] = (), capture: Any = None, steered: bool = True, **kwargs: Any) -> Any:
+    def params(
+        self, *, edits: Iterable[Edit] = (), capture: Any = None, steered: bool = True, **fields: Any
+    ) -> SamplingParams:
         """Return greedy sampling parameters for one token, with the edits of :meth:`steer` first if ``steered``."""
-        fields: dict[str, Any] = {"temperature": 0.0, **kwargs, "max_tokens": plain_count(kwargs.get("max_tokens", 1))}
-        if joined := [*(self._edits if steered else ()), *edits, *(fields.get("steering") or ())]:
-            fields["steering"] = joined
-        if capture is not None:
-            fields["capture"] = {"memory": capture}
-        return SamplingParams(**fields)
+        return super().params(edits=[*(self._edits if steered else ()), *edits], capture=capture, **fields)
 
     def read_layers(self, layers: Any, field: str = "layers") -> list[int]:
         """Return layers in the order given, without negative numbers; None is all layers.
@@ -106,13 +103,12 @@ class StandardizedTransformer(Engine):
             SteeringError: An argument is invalid.
             RuntimeError: Rows are missing.
         """
-        texts = read_prompts(prompts)
         chosen = self.read_layers(layers)
         if not isinstance(get_activations, str):
             raise SteeringError("get_activations", 'must be the name of a site, such as "mlps_output"; not a function')
         named = get_activations in SITES
         point = self.point_of(get_activations, chosen) if named else site(f"{get_activations}.0")[0]
-        encoded = [self.encode(text) for text in texts]
+        encoded = self.encode_all(prompts)
         positions: list[int] = []
         for i, tokens in enumerate(encoded):
             position = len(tokens) - 1 if idx is None else idx + len(tokens) if idx < 0 else idx
@@ -162,9 +158,9 @@ class StandardizedTransformer(Engine):
     @property
     def next_token_probs(self) -> Any:
         """Within a trace, the probabilities ``[1, vocab]``; otherwise a function of prompts: ``[prompts, vocab]``."""
-        return (
-            self._next_token_probs if self._tracer is None else Probabilities(self._tracer.current(), self._tracer.step)
-        )
+        if self._tracer is None:
+            return self._next_token_probs
+        return Probabilities(self._tracer.current(), self._tracer.step)
 
     @property
     def logits(self) -> LogProbabilities:
@@ -178,7 +174,7 @@ class StandardizedTransformer(Engine):
         return LogProbabilities(self._tracer.current(), self._tracer.step)
 
     def _next_token_probs(self, prompts: Any) -> torch.Tensor:
-        encoded = [self.encode(text) for text in read_prompts(prompts)]
+        encoded = self.encode_all(prompts)
         return self.probabilities(encoded, [[] for _ in encoded])
 
     def probabilities(self, prompts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]]) -> torch.Tensor:
@@ -303,7 +299,7 @@ class StandardizedTransformer(Engine):
 
     def generate(self, prompts: Any, max_new_tokens: int = 50, **kwargs: Any) -> list[Any]:
         """Return outputs of ``LLM.generate``, greedy by default, with the edits of :meth:`steer`."""
-        encoded = [self.encode(text) for text in read_prompts(prompts)]
+        encoded = self.encode_all(prompts)
         return self.submit(encoded, [self.params(max_tokens=max_new_tokens, **kwargs) for _ in encoded])
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -6,17 +6,18 @@ Nothing of the caller's code runs in the engine. Code that cannot be compiled ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_steer import Edit
 from vllm_steer.adapters import is_integer
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.engines import rows_of
+from vllm_steer.peers.engines import hooks_of, rows_of
 from vllm_steer.peers.nnterp.values import Probabilities, Result, Value, refuse, tensor_of
 
 if TYPE_CHECKING:
@@ -82,26 +83,22 @@ class Rows(Value):
             self[index].assign(value)
 
     def __iadd__(self, value: Any) -> Rows:
-        if self._value is not None:
-            self._value += tensor_of(value)
-        else:
-            self._write("add", value)
-        return self
+        return self._change(operator.iadd, "add", value)
 
     def __isub__(self, value: Any) -> Rows:
-        if self._value is not None:
-            self._value -= tensor_of(value)
-        else:
-            self._write("subtract", value)
-        return self
+        return self._change(operator.isub, "subtract", value)
 
     def __imul__(self, value: Any) -> Rows:
+        return self._change(operator.imul, "scale", value)
+
+    def _change(self, change: Callable[[Any, Any], Any], kind: str, value: Any) -> Rows:
+        """Change saved rows in place, or record the write."""
         if self._value is not None:
-            self._value *= tensor_of(value)
-        elif not isinstance(value, (int, float)):
+            self._value = change(self._value, tensor_of(value))
+            return self
+        if kind == "scale" and not isinstance(value, (int, float)):
             refuse("rows are multiplied by a number")
-        else:
-            self._write("scale", float(value))
+        self._write(kind, float(value) if kind == "scale" else value)
         return self
 
     def assign(self, value: Any) -> None:
@@ -134,15 +131,12 @@ class Rows(Value):
             refuse(f"{name} of rows cannot be assigned; write rows[:, tokens] = value")
         super().__setattr__(name, value)
 
-    def _unsupported(self, *args: Any) -> NoReturn:
-        refuse(
-            "rows have no values within the trace; add a vector with += or -=, multiply by a number with *=, or "
-            "compute with saved rows after it"
-        )
-
     def _compute(self, name: str, *args: Any) -> Any:
         if self._value is None:
-            self._unsupported()
+            refuse(
+                "rows have no values within the trace; add a vector with += or -=, multiply by a number with *=, or "
+                "compute with saved rows after it"
+            )
         return super()._compute(name, *args)
 
 
@@ -303,10 +297,7 @@ class Tracer:
     def _run(self, invokes: list[Invoke]) -> None:
         params = []
         for invoke in invokes:
-            hooks: dict[str, list[int]] = {}
-            for rows in invoke.reads:
-                if rows.layer not in hooks.setdefault(rows.point, []):
-                    hooks[rows.point].append(rows.layer)
+            hooks = hooks_of((rows.point, rows.layer) for rows in invoke.reads)
             edits = [edit_of(kind, rows, value, self.model.hidden_size) for kind, rows, value in invoke.writes]
             fields = self.model.all_logprobs() if invoke.probs else {}
             positions = "all" if any(rows.step for rows in invoke.reads) else "all_prompt"

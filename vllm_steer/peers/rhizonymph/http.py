@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from starlette.types import Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.http import Translated, TranslatingMiddleware
+from vllm_steer.peers.http import Translated, TranslatingMiddleware, with_path
 from vllm_steer.peers.refusals import MODULE_FIELD, REFUSALS, refuse_names
 from vllm_steer.peers.rhizonymph.fields import FIELDS, MODULE_FIELDS, translate_fields
 from vllm_steer.peers.rhizonymph.packed import read_hooks
@@ -40,8 +40,7 @@ class RhizonymphMiddleware(TranslatingMiddleware):
         path = app_path(scope) if scope["type"] == "http" else ""
         ours = PATHS.get((scope.get("method", ""), path))
         if ours is not None:
-            root = scope["path"][: len(scope["path"]) - len(path)]
-            scope = {**scope, "path": root + ours, "raw_path": (root + ours).encode()}
+            scope = with_path(scope, ours)
         await super().__call__(scope, receive, send)
 
     def translates(self, method: str, path: str) -> bool:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from vllm_steer import Edit, SamplingParams, site
+from vllm_steer import Edit, site
 from vllm_steer.adapters import is_integer, read_choice, read_number, shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.engines import plain_count, rows_of
+from vllm_steer.peers.engines import hooks_of, rows_of
 from vllm_steer.peers.transformer_lens.hooks import ReadOnlyRows
 from vllm_steer.peers.transformer_lens.model import HookedTransformer
 
@@ -111,20 +111,13 @@ class SteeringDriver:
             raise SteeringError(next(iter(kwargs)), "is not supported by this driver; omit it")
         names = [self._known(name, "capture") for name in capture]
         edits = [edit for name, spec in (intervene or {}).items() for edit in self._edits(name, spec)]
-        fields: dict[str, Any] = {"max_tokens": plain_count(max_new_tokens), "temperature": 0.0, "detokenize": False}
-        if return_logits:
-            fields |= self._model.all_logprobs()
-            if self.provides_sequence_logits:
-                fields["prompt_logprobs"] = -1
-        if edits:
-            fields["steering"] = edits
+        fields: dict[str, Any] = self._model.all_logprobs() if return_logits else {"detokenize": False}
+        if return_logits and self.provides_sequence_logits:
+            fields["prompt_logprobs"] = -1
         sites = {name: site(name) for name in names}
-        if names:
-            hooks: dict[str, list[int]] = {}
-            for point, layer in sites.values():
-                hooks.setdefault(point, []).append(layer)
-            fields["capture"] = {"memory": {"hooks": hooks, "positions": "all_prompt"}}
-        outputs = self._model.run(tokens, SamplingParams(**fields))
+        spec = {"hooks": hooks_of(sites.values()), "positions": "all_prompt"} if names else None
+        params = self._model.params(edits=edits, capture=spec, max_tokens=max_new_tokens, **fields)
+        outputs = self._model.run(tokens, params)
         found = [rows_of(output, f"input_ids[{i}]") for i, output in enumerate(outputs)] if names else []
         return DriverResult(
             torch.stack([self._logits(output) for output in outputs]) if return_logits else None,

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, ItemsView, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, ItemsView, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -49,24 +50,12 @@ def _takes_hook(function: Callable[..., Any]) -> bool:
     return True
 
 
-class ReadOnlyRows(Mapping[str, torch.Tensor]):
+class ReadOnlyRows(UserDict[str, torch.Tensor]):
     """Rows by hook that a ``RemoteBridge`` passes to functions after the engine has run.
 
     The bridge iterates over the items and calls the module of each hook with its rows. It ignores what the functions
     return, so the iterator adds a last function to that module, which raises an error if the rows were changed.
     """
-
-    def __init__(self, rows: Mapping[str, torch.Tensor]) -> None:
-        self._rows = dict(rows)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def items(self) -> ItemsView[str, torch.Tensor]:
         """Return the items; see the class for what iteration does."""
@@ -76,13 +65,8 @@ class ReadOnlyRows(Mapping[str, torch.Tensor]):
 class _WatchedItems(ItemsView[str, torch.Tensor]):
     """Items whose rows are watched while a loop handles them."""
 
-    def __init__(self, rows: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(rows)
-        self._rows = rows
-
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self._rows:
-            rows = self._rows[name]
+        for name, rows in super().__iter__():
             with _watched(name, rows):
                 yield name, rows
 

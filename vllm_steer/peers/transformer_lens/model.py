@@ -10,10 +10,10 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from vllm_steer import Edit, SamplingParams, site
+from vllm_steer import Edit, site
 from vllm_steer.adapters import shown
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.engines import Engine, plain_count, read_prompts, rows_of
+from vllm_steer.peers.engines import Engine, hooks_of, rows_of
 from vllm_steer.peers.refusals import (
     ARGUMENT,
     GENERATING,
@@ -186,13 +186,12 @@ class HookedTransformer(Engine):
         if len(encoded) > 1:
             raise SteeringError("prompt", f"has {len(encoded)} prompts; generate serves one, and llm.generate several")
         (tokens,) = encoded
-        params = SamplingParams(**{"temperature": 0.0, **kwargs, "max_tokens": plain_count(max_new_tokens)})
-        (output,) = self.run([tokens], params)
+        (output,) = self.run([tokens], self.params(**{**kwargs, "max_tokens": max_new_tokens}))
         shown_tokens = self.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else tokens
         return str(self.tokenizer.decode([*shown_tokens, *output.outputs[0].token_ids]))
 
     def _encode(self, prompts: Any) -> list[list[int]]:
-        tokens = [self.encode(each, f"prompts[{i}]") for i, each in enumerate(read_prompts(prompts))]
+        tokens = self.encode_all(prompts)
         if len({len(each) for each in tokens}) > 1:
             counts = ", ".join(str(len(each)) for each in tokens[:8])
             raise SteeringError(
@@ -209,16 +208,13 @@ class HookedTransformer(Engine):
             chosen = [names] if isinstance(names, str) else list(names)
         if not chosen:
             raise SteeringError("names_filter", "selects no hook; hook_names lists those of this engine")
-        hooks: dict[str, list[int]] = {}
-        for name in chosen:
-            point, layer = site(name, num_layers=self.cfg.n_layers)
+        sites = [site(name, num_layers=self.cfg.n_layers) for name in chosen]
+        for name, (point, layer) in zip(chosen, sites, strict=True):
             if reason := self.points[point]["unread"].get(layer):
                 raise SteeringError("names_filter", f"{name} is not supported: {reason}")
             if hook_name(point, layer) not in self.hook_names:
                 raise SteeringError("names_filter", f"{name} is not enabled; add {point} to --steering-points")
-            if layer not in hooks.setdefault(point, []):
-                hooks[point].append(layer)
-        return hooks
+        return hooks_of(sites)
 
     def _run(self, tokens: list[list[int]], return_type: str | None, edits: Sequence[Edit], capture: Any) -> list[Any]:
         if return_type not in ("logits", None):
@@ -227,14 +223,8 @@ class HookedTransformer(Engine):
                 f"must be 'logits' or None, not {shown(return_type)}; SteeringDriver with sequence_logits=True serves "
                 "the loss",
             )
-        fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
-        if return_type == "logits":
-            fields |= self.all_logprobs()
-        if edits:
-            fields["steering"] = list(edits)
-        if capture is not None:
-            fields["capture"] = {"memory": capture}
-        return self.run(tokens, SamplingParams(**fields))
+        fields = self.all_logprobs() if return_type == "logits" else {"detokenize": False}
+        return self.run(tokens, self.params(edits=edits, capture=capture, **fields))
 
     def _logits(self, outputs: list[Any]) -> torch.Tensor:
         return torch.stack([self.log_probabilities(output.outputs[0].logprobs) for output in outputs])[:, None]

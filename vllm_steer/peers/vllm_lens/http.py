@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.client import CaptureAnswer, parse_completion, read_capture_file, to_json
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.http import Translated, TranslatingMiddleware
+from vllm_steer.peers.http import Translated, TranslatingMiddleware, with_path
 from vllm_steer.peers.vllm_lens.client import HEADER
 from vllm_steer.peers.vllm_lens.keys import (
     CAPTURE_KEY,
@@ -134,7 +134,10 @@ class VllmLensMiddleware(TranslatingMiddleware):
         tensor = await asyncio.to_thread(_tensor_of_file, data)
         raw = await asyncio.to_thread(tensor_bytes, tensor)
         headers = {
-            **{f"{HEADER}{name.replace('_', '-')}": _header(value) for name, value in describe(tensor).items()},
+            **{
+                f"{HEADER}{name.replace('_', '-')}": value if isinstance(value, str) else json.dumps(value)
+                for name, value in describe(tensor).items()
+            },
             f"{HEADER}bytes": str(len(raw)),
             "cache-control": "no-store",
         }
@@ -155,20 +158,16 @@ class VllmLensMiddleware(TranslatingMiddleware):
 
     async def _get(self, scope: Scope, path: str) -> tuple[Message, bytes]:
         """Return start message and body of the application's answer to GET ``path``, with the caller's credentials."""
-        root = scope["path"][: len(scope["path"]) - len(app_path(scope))]
         described = (b"content-type", b"content-length", b"transfer-encoding")
         inner = {
-            **scope,
+            **with_path(scope, path),
             "method": "GET",
-            "path": root + path,
-            "raw_path": (root + path).encode(),
             "query_string": b"",
             "headers": [header for header in scope["headers"] if header[0].lower() not in described],
         }
         inner.pop("path_params", None)
         start: Message = {"status": 500, "headers": []}
         chunks: list[bytes] = []
-
         messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
         async def receive() -> Message:
@@ -200,10 +199,6 @@ async def _rewrite_events(add: Any, events: bytes) -> bytes:
             event = b"data: " + json.dumps(document).encode()
         translated.append(event)
     return b"\n\n".join(translated)
-
-
-def _header(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _tensor_of_file(data: bytes) -> torch.Tensor:
