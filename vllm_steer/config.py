@@ -16,10 +16,9 @@ import msgspec
 from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_SAES
-from vllm_steer.request.arguments import describe_arguments
 from vllm_steer.request.message_parts import read_parts
 from vllm_steer.request.references import read_name
-from vllm_steer.request.scalars import did_you_mean, read_choice, shown
+from vllm_steer.request.scalars import describe_arguments, did_you_mean, read_choice, shown
 from vllm_steer.settings import CAPTURE_POLICIES, CHECKED, MULTI_CHOICES, CapturePolicy
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"

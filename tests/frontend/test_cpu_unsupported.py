@@ -13,10 +13,9 @@ import pytest
 
 from vllm_steer import LLM, Edit, SteeringError
 from vllm_steer.compat.internals import LLM as VllmLLM
-from vllm_steer.frontend import cpu_unsupported
-from vllm_steer.frontend.cpu_unsupported import check_cpu_request
+from vllm_steer.frontend import requests
 from vllm_steer.frontend.live import check_live
-from vllm_steer.frontend.requests import check_engine_request
+from vllm_steer.frontend.requests import check_cpu_request, check_engine_request
 from vllm_steer.llm import _one_thread
 from vllm_steer.program.compiler import compile_program
 
@@ -42,11 +41,11 @@ def test_refuses_what_the_cpu_build_cannot_serve(
     config: Any, wanted: Any, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches wrong tokens of other requests and a dead engine on CPUs. Negative control: other devices serve it."""
-    monkeypatch.setattr(cpu_unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(requests, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     with pytest.raises(SteeringError) as refused:
         check_cpu_request(config, wanted)
     assert refused.value.field == field
-    monkeypatch.setattr(cpu_unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(requests, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     check_cpu_request(config, wanted)
 
 
@@ -61,7 +60,7 @@ def test_refuses_what_the_cpu_build_cannot_serve(
 )
 def test_serves_neighbours_of_refused_requests(config: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a refusal of a request that the CPU build serves."""
-    monkeypatch.setattr(cpu_unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(requests, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     check_cpu_request(config, wanted)
 
 
@@ -81,7 +80,7 @@ def test_refuses_live_strengths_under_data_parallelism() -> None:
 
 def test_the_engine_client_checks_parameters_without_steering(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a plain request that reaches the engine and gives its neighbours wrong tokens."""
-    monkeypatch.setattr(cpu_unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(requests, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     config = engine(speculative=True)
     processor = SimpleNamespace(vllm_config=config, _steering_context=object())
     request = SimpleNamespace(sampling_params=params(temperature=0.7), prompt_token_ids=[1], prompt_embeds=None)

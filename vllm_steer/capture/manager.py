@@ -24,7 +24,7 @@ from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.server_wide import split_options
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import LimitedLog, steering_logger
-from vllm_steer.metrics.consumers import ConsumerMetrics
+from vllm_steer.metrics.collectors import ConsumerMetrics
 from vllm_steer.params import Specs
 from vllm_steer.program import Program, compile_program
 from vllm_steer.request import CaptureSpec, NamedProjection, Projection

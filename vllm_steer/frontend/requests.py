@@ -11,10 +11,9 @@ from typing import Any
 
 from vllm_steer.capture.server_wide import with_captures
 from vllm_steer.compat.internals import SamplingParams as VllmSamplingParams
-from vllm_steer.compat.internals import length_from_prompt_token_ids_or_embeds
+from vllm_steer.compat.internals import current_platform, length_from_prompt_token_ids_or_embeds
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, ensure_engine_context
-from vllm_steer.frontend.cpu_unsupported import check_cpu_request
 from vllm_steer.frontend.live import check_live
 from vllm_steer.frontend.part_markers import bind_request
 from vllm_steer.frontend.prompt_tokens import check_mask
@@ -38,6 +37,13 @@ from vllm_steer.request.references import MODULES_FIELD
 
 _beam_steering: ContextVar[Mapping[str, Any] | None] = ContextVar("beam_steering", default=None)
 """``extra_args`` with the global steering that all steps of a running ``LLM.beam_search`` get."""
+SAMPLED = (
+    "must be 0 with speculative decoding: vLLM's CPU build gives greedy requests wrong tokens if a sampled one is in "
+    "their batch"
+)
+PROMPT_LOGPROBS = (
+    "vLLM's CPU build stops at prompt_logprobs if it serves LoRA adapters; omit them or start without LoRA"
+)
 
 
 def complete_params(context: EngineContext | None, params: Any, snapshot: Snapshot | None = None) -> Any:
@@ -146,6 +152,23 @@ def check_parameters(vllm_config: Any, params: Any) -> None:
     """
     check_cpu_request(vllm_config, params)
     check_live(vllm_config, program_of(params))
+
+
+def check_cpu_request(config: Any, params: Any) -> None:
+    """Raise SteeringError for a request that vLLM's CPU build answers wrongly, or that stops its engine.
+
+    Other devices serve them. Faults that are repaired are in :mod:`vllm_steer.engine.cpu_workarounds`.
+
+    Args:
+        config: vLLM's configuration of the engine.
+        params: Sampling parameters of the request; None for pooling.
+    """
+    if params is None or not current_platform.is_cpu():
+        return
+    if config.speculative_config is not None and params.temperature > 0:
+        raise SteeringError("temperature", SAMPLED)
+    if config.lora_config is not None and params.prompt_logprobs is not None:
+        raise SteeringError("prompt_logprobs", PROMPT_LOGPROBS)
 
 
 def refuse_streaming_input(params: Any) -> None:

@@ -32,8 +32,8 @@ from vllm_steer.registry.shared_call import SharedCall
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.registry.storage import MemoryStore, RegistryStore
 from vllm_steer.registry.vector_files import read_vector_file
-from vllm_steer.request.arguments import suggest_arguments
 from vllm_steer.request.references import Reference, parse_reference, parse_references, read_name
+from vllm_steer.request.scalars import suggest_arguments
 
 logger = steering_logger(__name__)
 

@@ -15,12 +15,11 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONSUMERS, MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.request.arguments import suggest_arguments
 from vllm_steer.request.consumer_options import NO_OPTIONS, read_options
 from vllm_steer.request.field_types import any_of, form_of
 from vllm_steer.request.message_parts import PARTS, PROMPT_PARTS, GeneratedForm, PromptPartName, SpanForm
 from vllm_steer.request.projection import DirectionsForm, DirectionsInput, NamedProjection, ProbesForm, Projection
-from vllm_steer.request.scalars import read_choice, read_flag, shown
+from vllm_steer.request.scalars import read_choice, read_flag, shown, suggest_arguments
 from vllm_steer.request.selector import (
     POSITION_ALIASES,
     POSITIONS,

@@ -14,7 +14,6 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS_FLAG, PointName
-from vllm_steer.request.arguments import suggest_arguments
 from vllm_steer.request.capture_source import (
     VECTOR_FIELD,
     CapturedRows,
@@ -38,7 +37,7 @@ from vllm_steer.request.matrix import (
     parse_subspace,
 )
 from vllm_steer.request.references import Dose, Name
-from vllm_steer.request.scalars import read_choice
+from vllm_steer.request.scalars import read_choice, suggest_arguments
 from vllm_steer.request.selector import Selector, TokensForm, TokensInput
 from vllm_steer.request.sites import NAMES_LISTED, Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
 from vllm_steer.request.vector import Vector, VectorInput, parse_vector, to_builtins

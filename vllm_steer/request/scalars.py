@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers for numbers and names, and formatting of values in error messages."""
+"""Parsers for numbers and names, and error messages: formatting of values, misspelt names and arguments."""
 
 import difflib
+import inspect
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from types import MappingProxyType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -25,6 +27,8 @@ MASK_HINT = "for a mask, list the numbers of its entries: [i for i, chosen in en
 """End of error messages about a list with a 0 or 1, or a boolean, for each token."""
 
 Name = TypeVar("Name", bound=str)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 _MAX_COMPARED_CHARS = 64
@@ -162,3 +166,45 @@ def refuse_repeated(items: Sequence[object], field: str, what: str = "position")
         if is_integer(item) and item in seen:
             raise SteeringError(f"{field}[{i}]", f"repeats {what} {shown(item)}; name each {what} once")
         seen.update((item,) if is_integer(item) else ())
+
+
+def describe_arguments(given: Iterable[str], names: Sequence[str], aliases: Mapping[str, str] = NO_ALIASES) -> str:
+    """Return the end of a message about the names of arguments: the valid ones, and a suggestion for an unknown one.
+
+    Args:
+        given: Names of the keyword arguments of the call.
+        names: The valid names.
+        aliases: Names of arguments by names that other interfaces use.
+    """
+    unknown = next((name for name in given if name not in names), None)
+    hint = "" if unknown is None else did_you_mean(unknown, names, aliases)
+    return f"; arguments: {', '.join(names)}{hint}"
+
+
+def suggest_arguments(aliases: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator for functions that users call with keyword arguments.
+
+    An unknown or missing argument then raises a TypeError that suggests the right name and lists the valid ones.
+
+    Args:
+        aliases: Names of arguments by names that other interfaces use.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+        names = tuple(name for name in signature.parameters if name != "self")
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                try:
+                    signature.bind(*args, **kwargs)
+                except TypeError:
+                    raise TypeError(f"{error}{describe_arguments(kwargs, names, aliases)}") from None
+                raise
+
+        return checked
+
+    return decorate

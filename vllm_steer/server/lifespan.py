@@ -15,7 +15,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
 from vllm_steer.server.auth.authenticator import authenticator_of, warn_if_unprotected
 from vllm_steer.server.drain import start_drain
-from vllm_steer.server.http.openapi import add_openapi_fields
+from vllm_steer.server.http.schemas import add_openapi_fields
 from vllm_steer.server.malloc import keep_freed_memory
 from vllm_steer.server.routes.capabilities import add_capabilities_route
 from vllm_steer.server.routes.captures import capture_store_of

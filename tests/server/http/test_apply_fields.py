@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.server.fakes import HIDDEN, MAX_MODEL_LEN, engine_context, vector
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend import cpu_unsupported
+from vllm_steer.frontend import requests
 from vllm_steer.params import (
     APPLIED_KEY,
     FIELDS,
@@ -336,7 +336,7 @@ def test_refuses_what_vllm_cannot_serve_before_the_response(
 ) -> None:
     """Catches a refusal by the engine client only, when a stream has started: HTTP 200, and a cut stream."""
     wrap_front_end()
-    monkeypatch.setattr(cpu_unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(requests, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     parallel = SimpleNamespace(data_parallel_size=2)
     config = SimpleNamespace(speculative_config=object(), lora_config=None, parallel_config=parallel)
     context.input_processor = SimpleNamespace(vllm_config=config)

@@ -11,8 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.server.http.answers import SPEC, captured, done, make_capturing_app
-from vllm_steer.server.http.openapi import ROUTES, add_openapi_fields
-from vllm_steer.server.http.schemas import CaptureReportForm
+from vllm_steer.server.http.schemas import ROUTES, CaptureReportForm, add_openapi_fields
 
 REPORTS = {
     "inline": done(captured()),

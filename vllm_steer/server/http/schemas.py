@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON schemas of request bodies and response fields, for the OpenAPI document.
+"""JSON schemas of request bodies and response fields, and these fields in vLLM's OpenAPI document.
 
 They derive from the forms in :mod:`vllm_steer.request`. The parsers in ``spec/`` and ``registry/`` validate the bodies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import FastAPI
 
 from vllm_steer.patching.request import StudyForm
-from vllm_steer.registry.schema import SteeringApplied
+from vllm_steer.registry.schema import ModuleUse, NoEffect, SteeringApplied
 from vllm_steer.request.field_types import Schema, any_of, json_schema
 from vllm_steer.request.probe import Probe
 from vllm_steer.request.references import NAME_RULE, ReferencesForm
@@ -225,3 +228,34 @@ STRENGTHS_BODY: Schema = {
         }
     },
 }
+
+REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
+ROUTES: Mapping[str, ResultsLocation] = MappingProxyType(
+    {"/v1/completions": "choices", "/v1/chat/completions": "choices", "/v1/responses": "response"}
+)
+
+
+def add_openapi_fields(app: FastAPI) -> None:
+    """Add the fields to the requests and responses in ``/openapi.json``. A second call has no effect."""
+    original: Callable[[], dict[str, Any]] = app.openapi
+    if getattr(original, "_vllm_steer", False):
+        return
+
+    def openapi() -> dict[str, Any]:
+        document = original()  # cached by FastAPI
+        schemas = document.get("components", {}).get("schemas", {})
+        for name in REQUESTS:
+            schemas.get(name, {}).setdefault("properties", {}).update(REQUEST_FIELDS)
+        for route, results_in in ROUTES.items():
+            # vLLM documents only the media type of its responses.
+            responses = document.get("paths", {}).get(route, {}).get("post", {}).get("responses", {})
+            for body in responses.get("200", {}).get("content", {}).values():
+                schema = body.setdefault("schema", {})
+                properties = {**schema.get("properties", {}), **response_properties(results_in)}
+                schema.update({"type": "object", "properties": properties})
+        for part in (ModuleUse, NoEffect):
+            schemas.setdefault(part.__name__, part.model_json_schema())
+        return document
+
+    openapi._vllm_steer = True  # type: ignore[attr-defined]
+    app.openapi = openapi  # type: ignore[method-assign]
