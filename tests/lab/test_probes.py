@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.lab.hf import Hooked
-from tests.tiny import HIDDEN, VOCAB
+from tests.lab.planted import LAYER, TEXTS, labelled, written
+from tests.tiny import HIDDEN
 from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.cli import probe as commands
 from vllm_steer.cli.main import app
@@ -22,31 +21,6 @@ from vllm_steer.lab.probe_result import ProbeResult
 from vllm_steer.lab.probe_texts import distinct_texts
 from vllm_steer.registry.directions import save_module
 from vllm_steer.registry.vector_files import read_vector_file
-
-LAYER = 2
-RANDOM = np.random.default_rng(11)
-TEXTS = [RANDOM.integers(0, VOCAB, RANDOM.integers(4, 9)).tolist() for _ in range(300)]
-PLANTED = RANDOM.standard_normal(HIDDEN)
-
-
-def labelled(texts: Any, labels: Any) -> list[dict[str, Any]]:
-    return [{"text": text, "label": bool(label)} for text, label in zip(texts, labels, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def rows(folder: Path) -> np.ndarray:
-    """Mean row of each text at the layer, without the first token, by hooks on HF Transformers."""
-    hooked = Hooked(folder)
-    return np.stack([hooked.run(text)[LAYER, 1:].mean(0) for text in TEXTS])
-
-
-@pytest.fixture(scope="module")
-def planted(rows: np.ndarray) -> list[dict[str, Any]]:
-    """Texts with a small or a large component along the planted direction."""
-    along = rows @ PLANTED
-    low, high = np.quantile(along, [0.35, 0.65])
-    chosen = np.flatnonzero((along < low) | (along > high))
-    return labelled([TEXTS[i] for i in chosen], along[chosen] > high)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +58,7 @@ def test_random_labels_are_no_better_than_chance(llm: Any, trained: TrainedProbe
 
 
 def test_the_engine_serves_the_checked_scores(
-    llm: Any, trained: TrainedProbe, saved: Path, planted: list[dict[str, Any]], rows: np.ndarray
+    llm: Any, trained: TrainedProbe, saved: Path, planted: list[dict[str, Any]], planted_rows: np.ndarray
 ) -> None:
     """Catches a bias, layer, point or token that the file loses, and scores that the engine does not return."""
     module, metadata = read_vector_file(saved)
@@ -103,7 +77,7 @@ def test_the_engine_serves_the_checked_scores(
     np.testing.assert_allclose(checked.scores, served, atol=1e-4)
     values = outputs[0].outputs[0].readouts
     np.testing.assert_allclose(values["odds"].values, 1 / (1 + np.exp(-values["lie"].values)), atol=1e-5)
-    right = [rows[TEXTS.index(each["text"])] @ trained.weights + trained.bias for each in others]
+    right = [planted_rows[TEXTS.index(each["text"])] @ trained.weights + trained.bias for each in others]
     np.testing.assert_allclose(checked.scores, right, atol=1e-3)
     held = trained.result
     again = check_probe(llm, saved, labelled(held.texts, held.labels))
@@ -221,11 +195,6 @@ def test_statistics_of_a_result() -> None:
     wrong = ProbeResult([[0]] * 12, np.where(labels, 0.0, 1.0), labels, 0.5)
     assert not wrong.better_than_chance and wrong.chance > 0.99
     assert not ProbeResult([[0]] * 12, perfect.scores, labels, 0.5, np.ones(20)).better_than_chance
-
-
-def written(path: Path, examples: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(each) + "\n" for each in examples))
-    return str(path)
 
 
 def test_the_commands_write_and_check_what_python_trains(

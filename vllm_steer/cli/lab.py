@@ -13,7 +13,8 @@ from vllm_steer.cli.engine import start_engine, start_engines
 from vllm_steer.cli.output import check_image, check_output, failing_on, print_table
 from vllm_steer.errors import SteeringError
 
-Model = Annotated[str, typer.Option(help="The model, a name or a folder. Options of vLLM's engine may follow.")]
+MODEL_HELP = "The model, a name or a folder. Options of vLLM's engine may follow."
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 Layers = Annotated[str, typer.Option(help='Layers such as 12, "8,12", 8:24 or 8:24:4; or all. Layers count from 0.')]
 Point = Annotated[str, typer.Option(help="Hook point.")]
 Positions = Annotated[
@@ -45,14 +46,14 @@ def make(
     check_output(out)
     with failing_on(SteeringError):
         from vllm_steer.lab.examples import read_examples
-        from vllm_steer.lab.methods import METHODS, logistic_regression
+        from vllm_steer.lab.methods import METHODS, scikit_learn
         from vllm_steer.lab.methods import make as make_directions
         from vllm_steer.request.scalars import read_choice
 
         # Before the model is loaded, which takes long.
         chosen, read = read_choice(method, METHODS, "method"), read_examples(examples)
         if chosen == "probe":
-            logistic_regression()
+            scikit_learn("linear_model")
         given = read_collection(layers, positions, pool)
         if out.suffix not in (".safetensors", ".gguf"):
             raise SteeringError("out", f"{out} has an unknown suffix; use .safetensors or .gguf")

@@ -6,8 +6,8 @@ from vllm_steer.lab.dose_study import dose
 from vllm_steer.lab.examples import Examples, read_examples
 from vllm_steer.lab.harvest import Harvest, harvest
 from vllm_steer.lab.methods import make
-from vllm_steer.lab.probe_result import ProbeResult
-from vllm_steer.lab.probes import TrainedProbe, check_probe, train_probe
+from vllm_steer.lab.probe_result import ProbeComparison, ProbeResult, Recall, Threshold
+from vllm_steer.lab.probes import TrainedProbe, check_probe, compare_probes, train_probe
 from vllm_steer.lab.ray_engines import RayEngines
 from vllm_steer.lab.row_stream import RowBatch, RowStream
 from vllm_steer.lab.scores import Keywords, ProbeScore
@@ -22,13 +22,17 @@ __all__ = [
     "Expression",
     "Harvest",
     "Keywords",
+    "ProbeComparison",
     "ProbeResult",
     "ProbeScore",
     "RayEngines",
+    "Recall",
     "RowBatch",
     "RowStream",
+    "Threshold",
     "TrainedProbe",
     "check_probe",
+    "compare_probes",
     "dose",
     "harvest",
     "make",

@@ -4,27 +4,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
-from vllm_steer.capture.hidden_states import capture_hidden_states
+from vllm_steer.capture.files.reader import Captures
+from vllm_steer.capture.results import RowAccess
 from vllm_steer.errors import SteeringError
 from vllm_steer.lab.examples import Text
-from vllm_steer.patching.offline import OfflineRunner
-from vllm_steer.patching.runner import ModelFacts
+from vllm_steer.lab.harvest import read_manifest
+from vllm_steer.lab.shards import RUN
+from vllm_steer.lab.text_rows import TextRows, digest_of
 from vllm_steer.points import PointName
 from vllm_steer.registry.directions import WITHOUT_FIRST, Array
-from vllm_steer.request.scalars import read_choice
+from vllm_steer.request import CaptureSpec
+from vllm_steer.request.scalars import read_choice, shown
 from vllm_steer.request.sites import read_layers, read_point
 from vllm_steer.request.strict_json import parse_json
 
 Pool = Literal["mean", "last"]
 POOLS: tuple[Pool, ...] = ("mean", "last")
-_BATCH = 32
-"""Texts whose rows are in memory together."""
 
 
 def describe_tokens(positions: Any, pool: Pool) -> dict[str, str]:
@@ -51,21 +56,7 @@ class Activations:
     streams: Mapping[int, float]
     """Median length of the captured rows of all tokens, by layer."""
     longest: int
-    """Tokens of the longest text."""
-
-
-def read_site_layers(llm: Any, point: str, layers: Any) -> tuple[ModelFacts, PointName, tuple[int, ...]]:
-    """Return facts about the model, the hook point and its layers; raise SteeringError if the model lacks one."""
-    facts = OfflineRunner(llm).facts
-    name = read_point(point, "point")
-    if name not in facts.points:
-        raise SteeringError("point", f"{name} is not read by this engine; use one of {', '.join(facts.points)}")
-    read = read_layers(layers, "layers")
-    numbers = tuple(range(facts.num_layers)) if read == "all" else read
-    if numbers[-1] >= facts.num_layers:
-        problem = f"{numbers[-1]} is not a layer of {facts.model}, which has layers 0 to {facts.num_layers - 1}"
-        raise SteeringError("layers", f"{problem}; name other layers, or start the model that they are of")
-    return facts, name, numbers
+    """Tokens of the longest text; 0 for stored rows."""
 
 
 def collect(
@@ -81,40 +72,66 @@ def collect(
 ) -> Activations:
     """Run texts through a model and return one row per text and layer.
 
-    Args:
-        llm: An `LLM` with steering.
-        texts: Strings, token ids or conversations.
-        point: Hook point.
-        layers: Layers, or ``"all"``.
-        positions: Tokens of each text, as in a capture spec: all but the first by default.
-        pool: Mean of the tokens' rows, or the last row.
-        answer: Whether conversations end with the tokens that begin an answer.
-        use_tqdm: Whether to show progress bars.
+    ``answer`` ends conversations with the tokens that begin an answer; see `make` for the other arguments.
 
     Raises:
         SteeringError: The model has no such layer or hook point, or a text has no tokens at the positions.
     """
     read_choice(pool, POOLS, "pool")
-    facts, name, numbers = read_site_layers(llm, point, layers)
-    if not isinstance(positions, str):
-        positions = [list(each) if isinstance(each, tuple) else each for each in positions]
-    spec: dict[str, Any] = {"hooks": {name: list(numbers)}, "positions": positions, "dtype": "float32"}
-    pooled: dict[int, list[Array]] = {layer: [] for layer in numbers}
-    lengths: dict[int, list[Array]] = {layer: [] for layer in numbers}
-    longest = 0
-    for start in range(0, len(texts), _BATCH):
-        batch = list(texts[start : start + _BATCH])
-        try:
-            chat = {"add_generation_prompt": answer} if isinstance(batch[0][0], dict) else None
-            states = capture_hidden_states(llm, batch, **spec, chat_kwargs=chat, use_tqdm=use_tqdm)
-        except (RuntimeError, SteeringError) as error:  # such as a text without a token at the positions
-            raise SteeringError("texts", f"of the batch from text {start} on: {error}") from None
-        longest = max(longest, *(len(request.prompt_token_ids) for request in states))
-        for layer in numbers:
-            for tensor in states.tensors(name, layer):
-                array = tensor.numpy()
-                pooled[layer].append(array[-1] if pool == "last" else array.mean(0))
-                lengths[layer].append(np.linalg.norm(array, axis=1))
+    read = TextRows(llm, texts, point=point, layers=layers, positions=positions, dtype="float32", answer=answer)
+    captured = chain.from_iterable(read.batches(range(len(read))))
+    shown = track(captured, "texts", len(read), console=Console(stderr=True), disable=not use_tqdm)
+    return pool_rows(shown, read.facts.model, read.point, read.layers, pool, max(read.sizes))
+
+
+def read_stored(
+    folder: str | Path,
+    texts: Sequence[Text],
+    wanted: Sequence[int],
+    *,
+    point: str,
+    layers: Any,
+    positions: Any,
+    pool: Pool,
+) -> tuple[Activations, Any]:
+    """Return one row per text and layer of the files of a harvest, and the positions of the harvest.
+
+    ``texts`` are all texts of the harvest, in its order, and ``wanted`` the numbers of those whose rows are returned.
+
+    Raises:
+        SteeringError: The folder has no complete harvest of these texts, or it has other sites or tokens.
+    """
+    read_choice(pool, POOLS, "pool")
+    found, captures = read_manifest(Path(folder)), Captures(Path(folder), RUN)
+    name, read = read_point(point, "point"), read_layers(layers, "layers")
+    if (there := found.hooks.get(name)) is None:
+        raise SteeringError("point", f"{folder} has no rows of {name}; use {', '.join(found.hooks)}")
+    numbers = tuple(there) if read == "all" else read
+    if missing := [layer for layer in numbers if layer not in there]:
+        raise SteeringError("layers", f"{folder} has no rows of layer {missing[0]}; use some of {there}")
+    asked, stored = (CaptureSpec(hooks=found.hooks, positions=each).tokens for each in (positions, found.positions))
+    if positions != WITHOUT_FIRST and asked != stored:
+        raise SteeringError("positions", f"{folder} has rows of {shown(found.positions)}; omit it")
+    if found.answer and isinstance(texts[0][0], dict):
+        raise SteeringError("rows", f"{folder} has conversations with the beginning of an answer; harvest without it")
+    tags = [each.tag for each in captures]
+    if len(texts) != len(tags) or digest_of(zip(texts, tags, strict=True)) != found.digest:
+        problem = f"{folder} has the rows of {len(tags)} of {found.texts} texts, which are not these {len(texts)}"
+        raise SteeringError("rows", f"{problem} in this order; complete the harvest, or give its own texts")
+    return pool_rows((captures[i] for i in wanted), found.model, name, numbers, pool), found.positions
+
+
+def pool_rows(
+    texts: Iterable[RowAccess], model: str, point: PointName, layers: Sequence[int], pool: Pool, longest: int = 0
+) -> Activations:
+    """Return the activations of captured texts."""
+    pooled: dict[int, list[Array]] = {layer: [] for layer in layers}
+    lengths: dict[int, list[Array]] = {layer: [] for layer in layers}
+    for text in texts:
+        for layer in layers:
+            array = text.numpy(point, layer).astype(np.float32, copy=False)
+            pooled[layer].append(array[-1] if pool == "last" else array.mean(0))
+            lengths[layer].append(np.linalg.norm(array, axis=1))
     rows = {layer: np.stack(each) for layer, each in pooled.items()}
     streams = {layer: float(np.median(np.concatenate(each))) for layer, each in lengths.items()}
-    return Activations(facts.model, name, rows, streams, longest)
+    return Activations(model, point, rows, streams, longest)

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.activations import collect, described_tokens, read_site_layers
+from vllm_steer.lab.activations import collect, described_tokens
 from vllm_steer.lab.dose_result import DoseResult, choose
 from vllm_steer.lab.examples import Examples, Source, Text, read_examples, read_prompts
 from vllm_steer.lab.methods import METHODS, Method, directions_of
 from vllm_steer.lab.ray_engines import RayEngines
 from vllm_steer.lab.samples import Kind, Sample, SampleFile, Study
 from vllm_steer.lab.scores import ProbeScore, Reading, Score, read_again, repetition, score_name
+from vllm_steer.lab.text_rows import read_site_layers
 from vllm_steer.params import SamplingParams
 from vllm_steer.patching.progress import Progress
 from vllm_steer.registry.directions import Direction, Directions

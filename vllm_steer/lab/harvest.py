@@ -189,15 +189,21 @@ def _check_manifest(path: Path, settings: Harvest, has_rows: bool) -> None:
         if has_rows:
             raise SteeringError("out", f"{path.parent} has a run {RUN!r} without {MANIFEST}; use another folder")
         return
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=Harvest)
-    except (msgspec.MsgspecError, OSError) as error:
-        raise SteeringError("out", f"{path} cannot be read: {error}; use another folder") from None
+    found = read_manifest(path.parent)
     there, here = (msgspec.to_builtins(_counted(each, {})) for each in (found, settings))
     if names := [name for name in here if there[name] != here[name]]:
         values = ", ".join(f"{name} {shown(there[name])} instead of {shown(here[name])}" for name in names)
         problem = f"{path.parent} has the rows of another harvest: {values}"
         raise SteeringError("out", f"{problem}; use another folder, or remove this one")
+
+
+def read_manifest(folder: Path) -> Harvest:
+    """Return settings and counts of the harvest in a folder; raise SteeringError if there is none."""
+    path = folder / MANIFEST
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Harvest)
+    except (msgspec.MsgspecError, OSError) as error:
+        raise SteeringError("out", f"{path} cannot be read: {error}; use another folder") from None
 
 
 def _write_manifest(folder: Path, settings: Harvest) -> None:

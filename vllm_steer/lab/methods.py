@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making directions from the activations of examples: difference of means, principal component, linear probe."""
+"""Making directions and probes from the activations of examples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from importlib import import_module
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +16,14 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.extras import install_hint
 from vllm_steer.lab.activations import Activations, Pool, collect, describe_tokens
 from vllm_steer.lab.examples import Examples, Source, read_examples
-from vllm_steer.lab.statistics import auroc, folds
+from vllm_steer.lab.statistics import Floats, Labels, auroc, folds
 from vllm_steer.registry.directions import WITHOUT_FIRST, Direction, Directions
 from vllm_steer.request.scalars import read_choice
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-Labels: TypeAlias = npt.NDArray[np.bool_]
 Method = Literal["mean", "pca", "probe"]
+ProbeMethod = Literal["logistic", "ridge", "mean", "mlp"]
+HIDDEN_UNITS = 16
+"""Units of the hidden layer of ``mlp``."""
 _FOLDS = 5
 _LEAST = 1e-6
 """Smallest distance of the class means, in lengths of the stream: rounding alone is below it."""
@@ -59,7 +61,7 @@ def make(
         SteeringError: An argument or an example is invalid, or the classes have the same mean.
     """
     if read_choice(method, METHODS, "method") == "probe":
-        logistic_regression()
+        scikit_learn("linear_model")
     read = read_examples(examples)
     found = collect(llm, read.texts, point=point, layers=layers, positions=positions, pool=pool, use_tqdm=use_tqdm)
     about = {"examples": f"{len(read.texts)} texts, sha256 {read.digest}", **describe_tokens(positions, pool)}
@@ -125,21 +127,67 @@ def logistic(rows: Floats, labels: Labels, penalty: float = 1.0) -> tuple[Floats
         labels: Whether each example is positive.
         penalty: Weight of half the squared length of the standardised weights, beside the sum of the losses.
     """
+    return _folded(
+        scikit_learn("linear_model").LogisticRegression(C=1 / penalty, tol=1e-9, max_iter=2000), rows, labels
+    )
+
+
+def fit_probe(method: ProbeMethod, rows: Floats, labels: Labels, seed: int = 0) -> tuple[Any, float]:
+    """Return the float32 weights of a probe, or the arrays of one with a hidden layer, and its bias."""
+    if method == "mean":
+        means = rows[labels].mean(0), rows[~labels].mean(0)
+        weights, bias = means[0] - means[1], float((means[1] @ means[1] - means[0] @ means[0]) / 2)
+    elif method == "ridge":
+        weights, bias = _folded(scikit_learn("linear_model").RidgeClassifier(alpha=rows.shape[1]), rows, labels)
+    elif method == "logistic":
+        weights, bias = logistic(rows, labels)
+    else:
+        classifier = scikit_learn("neural_network").MLPClassifier
+        made = classifier((HIDDEN_UNITS,), solver="lbfgs", alpha=1.0, max_iter=2000, random_state=seed)
+        weights, biases = _folded(made, rows, labels)
+        arrays = {"weights": weights, "biases": biases, "outputs": made.coefs_[1][:, 0]}
+        return {name: array.astype(np.float32) for name, array in arrays.items()}, float(made.intercepts_[1][0])
+    return weights.astype(np.float32), bias
+
+
+def probe_scores(weights: Any, bias: float, rows: Floats) -> Floats:
+    """Return the score of each row by the numbers of `fit_probe`."""
+    if isinstance(weights, Mapping):
+        rows, weights = np.maximum(rows @ weights["weights"].T + weights["biases"], 0.0), weights["outputs"]
+    scores: Floats = rows @ weights + bias
+    return scores
+
+
+def read_probe_method(method: object, pool: str) -> ProbeMethod:
+    """Return a method; raise SteeringError for others, a pool that it has no score for, or a missing package."""
+    chosen: ProbeMethod = read_choice(method, get_args(ProbeMethod), "method")
+    if chosen == "mlp" and pool != "last":
+        problem = "the mean of the scores of a hidden layer is not the score of the mean row"
+        raise SteeringError("pool", f'must be "last" for mlp, because {problem}; or use another method')
+    if chosen != "mean":
+        scikit_learn("linear_model")
+    return chosen
+
+
+def _folded(estimator: Any, rows: Floats, labels: Labels) -> tuple[Floats, Any]:
+    """Fit an estimator to standardised rows; return weights and bias, of its first layer, for rows as they are."""
     mean, scale = rows.mean(0), rows.std(0)
     scale = np.where(scale > 0, scale, 1.0)
-    found = logistic_regression()(C=1 / penalty, tol=1e-9, max_iter=2000).fit((rows - mean) / scale, labels)
-    folded: Floats = found.coef_[0] / scale
-    return folded, float(found.intercept_[0] - folded @ mean)
+    found = estimator.fit((rows - mean) / scale, labels)
+    if hasattr(found, "coefs_"):
+        weights = found.coefs_[0].T / scale
+        return weights, found.intercepts_[0] - weights @ mean
+    weights = np.ravel(found.coef_) / scale
+    return weights, float(np.ravel(found.intercept_)[0] - weights @ mean)
 
 
-def logistic_regression() -> Any:
-    """Return scikit-learn's class; raise SteeringError if it is not installed."""
+def scikit_learn(part: str) -> Any:
+    """Return a module of scikit-learn; raise SteeringError if it is not installed."""
     try:
-        from sklearn.linear_model import LogisticRegression
+        return import_module(f"sklearn.{part}")
     except ImportError:
-        problem = "a logistic regression needs the package scikit-learn"
+        problem = "this method needs the package scikit-learn"
         raise SteeringError("probe", f"{problem}; {install_hint('lab')}") from None
-    return LogisticRegression
 
 
 METHODS: Mapping[Method, Callable[[Floats, Examples], Floats]] = {"mean": _mean, "pca": _pca, "probe": _probe}

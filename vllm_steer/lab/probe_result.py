@@ -1,20 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a probe on labelled texts, and whether they are better than chance."""
+"""Scores of a probe on labelled texts, thresholds, and whether they are better than chance or than another probe's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
-from vllm_steer.lab.examples import Text
-from vllm_steer.lab.methods import Floats, Labels
-from vllm_steer.lab.statistics import auroc, auroc_interval, permuted_aurocs
+from vllm_steer.errors import SteeringError
+from vllm_steer.lab.examples import Examples, Text
+from vllm_steer.lab.statistics import (
+    Floats,
+    Labels,
+    auroc,
+    bootstrap_interval,
+    least_negatives,
+    permuted_aurocs,
+    share_interval,
+    threshold_at,
+)
+from vllm_steer.registry.directions import replace_module_file
+from vllm_steer.registry.metadata import ModuleMetadata
+from vllm_steer.registry.vector_files import read_vector_file
+from vllm_steer.request.probe import Probe
+from vllm_steer.request.scalars import read_number, shown
 
 MAX_CHANCE = 0.01
 """Largest probability that random labels have such an AUROC."""
+RATES = (0.01, 0.001)
+"""Rates of false positives at which recall is reported."""
+_THRESHOLDS = "thresholds"
+"""Entry of a file's provenance: thresholds by the name of the probe, as JSON."""
+MARGIN = 0.02
+"""Loss of AUROC that a comparison accepts."""
+
+
+class Recall(NamedTuple):
+    """Recall at a rate of false positives."""
+
+    value: float
+    threshold: float
+    """Larger scores are positive."""
+    interval: tuple[float, float]
+    """Bootstrap interval over the texts, with 95 % coverage."""
+
+
+class Threshold(msgspec.Struct, frozen=True):
+    """A threshold of scores of whole texts."""
+
+    value: float
+    """Larger scores are positive."""
+    false_positives: float
+    """Share of negative texts for which it was chosen."""
+    texts: int
+    """Number of the texts on which it was chosen."""
+    digest: str
+    """Hash of these texts and labels."""
+    engine: str
+    """What the scores depend on besides the probe, such as the dtype; empty for stored rows."""
+
+    def __str__(self) -> str:
+        rate = f"{100 * self.false_positives:g} % false positives"
+        return f"threshold {self.value:.4g} for {rate} on {self.texts} texts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +81,10 @@ class ProbeResult:
     controls: Floats | None = None
     """AUROCs of probes trained and judged with permuted labels; None if the probe was only checked."""
     seed: int = 0
+    stored: Threshold | None = None
+    """The threshold of the probe's file, if it has one."""
+    engine: str = ""
+    """What the scores depend on besides the probe; empty for stored rows."""
 
     @cached_property
     def auroc(self) -> float:
@@ -38,7 +94,7 @@ class ProbeResult:
     @cached_property
     def interval(self) -> tuple[float, float]:
         """Bootstrap interval of the AUROC over the texts, with 95 % coverage."""
-        return auroc_interval(self.scores[self.labels], self.scores[~self.labels], self.seed)
+        return bootstrap_interval(self.scores[self.labels], self.scores[~self.labels], auroc, self.seed)
 
     @cached_property
     def permuted(self) -> Floats:
@@ -65,6 +121,92 @@ class ProbeResult:
         """Share of the negative texts above the threshold."""
         return float((self.scores[~self.labels] > self.threshold).mean())
 
+    def recall_at(self, rate: float) -> Recall | None:
+        """Return the recall at a rate of false positives; None if there are too few negative texts for the rate.
+
+        The threshold is that above which at most this share of further negative texts is expected.
+        """
+        positive, negative = self.scores[self.labels], self.scores[~self.labels]
+        if len(negative) < least_negatives(rate):
+            return None
+
+        def measure(high: Floats, low: Floats) -> float:
+            return float((high > threshold_at(low, rate)).mean())
+
+        interval = bootstrap_interval(positive, negative, measure, self.seed)
+        return Recall(measure(positive, negative), threshold_at(negative, rate), interval)
+
+    @property
+    def recalls(self) -> str:
+        """Recall at 1 % and 0.1 % false positives as one sentence, with intervals and thresholds."""
+        return "; ".join(map(self._describe_recall, RATES))
+
+    def _describe_recall(self, rate: float) -> str:
+        found, begin = self.recall_at(rate), f"recall at {100 * rate:g} % false positives"
+        if found is None:
+            return f"{begin} not told: too few negatives ({(~self.labels).sum()} of at least {least_negatives(rate)})"
+        low, high = found.interval
+        return f"{begin} {found.value:.0%} (95 % interval {low:.0%} to {high:.0%}; threshold {found.threshold:.4g})"
+
+    def store_threshold(self, path: str | Path, false_positives: float, name: str | None = None) -> Threshold:
+        """Write a threshold into the probe's file: the smallest that keeps false positives at a rate.
+
+        Args:
+            path: The file, which is replaced as a whole.
+            false_positives: Share of further negative texts that is expected above the threshold, such as 0.01.
+            name: Name of the probe, if the file has several.
+
+        Raises:
+            SteeringError: The rate needs more negative texts, or the file cannot be read or written.
+        """
+        check_rate(false_positives, self.labels)
+        name, _, metadata, thresholds = read_probe(path, name)
+        value = threshold_at(self.scores[~self.labels], false_positives)
+        threshold = Threshold(value, false_positives, len(self.labels), self._digest, self.engine)
+        entry = msgspec.json.encode({**thresholds, name: threshold}).decode()
+        metadata = msgspec.structs.replace(metadata, provenance={**metadata.provenance, _THRESHOLDS: entry})
+        replace_module_file(path, read_vector_file(path)[0], metadata)
+        return threshold
+
+    @cached_property
+    def threshold_state(self) -> Literal["holds", "stale", "not told"] | None:
+        """Whether the stored threshold keeps its rate of false positives on these texts; None without one.
+
+        It is stale if the 95 % interval of the false positives leaves out the rate, and not told if there are too few
+        negative texts, or those that chose it.
+        """
+        if self.stored is None:
+            return None
+        low, high = self._rates
+        if not low <= self.stored.false_positives <= high:
+            return "stale"
+        told = (~self.labels).sum() >= least_negatives(self.stored.false_positives)
+        return "holds" if told and self.stored.digest != self._digest else "not told"
+
+    @property
+    def threshold_verdict(self) -> str:
+        """The verdict about the stored threshold in one sentence; empty without one."""
+        if self.stored is None:
+            return ""
+        why = "chosen on these texts" if self.stored.digest == self._digest else "too few negatives"
+        begin = {"holds": "threshold holds", "stale": "THRESHOLD STALE"}.get(
+            str(self.threshold_state), f"threshold not told: {why}"
+        )
+        low, high = self._rates
+        found = f"false positives {self.false_positives:.2%} (95 % interval {low:.2%} to {high:.2%})"
+        other = self.stored.engine != self.engine
+        engine = f" with {self.stored.engine or 'stored rows'}, not {self.engine}" if other else ""
+        return f"{begin}: {found}; chosen was the {self.stored}{engine}"
+
+    @property
+    def _digest(self) -> str:
+        return Examples(tuple(self.texts), self.labels, paired=False).digest
+
+    @property
+    def _rates(self) -> tuple[float, float]:
+        negative = self.scores[~self.labels]
+        return share_interval(int((negative > self.threshold).sum()), len(negative))
+
     @property
     def better_than_chance(self) -> bool:
         """Whether the interval is above 0.5, chance is small, and 95 % of the probes of permuted labels are worse."""
@@ -87,3 +229,87 @@ class ProbeResult:
             least, most = min(self.controls), max(self.controls)
             control = f"{len(self.controls)} probes of permuted labels have an AUROC of {least:.3g} to {most:.3g}"
         return f"{begin}: {found}; {control}, and the probability of this AUROC by chance is {self.chance:.2g}"
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeComparison:
+    """Scores of two probes on the same texts."""
+
+    old: ProbeResult
+    new: ProbeResult
+    margin: float = MARGIN
+    seed: int = 0
+
+    @property
+    def difference(self) -> float:
+        """AUROC of the new probe minus that of the old one."""
+        return self.new.auroc - self.old.auroc
+
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        """Bootstrap interval of the difference with 95 % coverage; both probes score the drawn texts."""
+        scores = np.stack([self.old.scores, self.new.scores], axis=1)
+        positive, negative = scores[self.new.labels], scores[~self.new.labels]
+        return bootstrap_interval(
+            positive, negative, lambda p, n: auroc(p[:, 1], n[:, 1]) - auroc(p[:, 0], n[:, 0]), self.seed
+        )
+
+    @property
+    def state(self) -> Literal["PASS", "THRESHOLD STALE", "SCORER DEGRADED", "INCONCLUSIVE"]:
+        """The verdict in one or two words.
+
+        ``SCORER DEGRADED`` if the interval of the difference is below zero; ``THRESHOLD STALE`` if the new probe's
+        stored threshold is stale; ``PASS`` if the new probe is better than chance, a loss above the margin is outside
+        the interval, and the texts tell whether a stored threshold holds; ``INCONCLUSIVE`` otherwise.
+        """
+        low, high = self.interval
+        if high < 0:
+            return "SCORER DEGRADED"
+        if self.new.threshold_state == "stale":
+            return "THRESHOLD STALE"
+        told = self.new.threshold_state in (None, "holds") and self.new.better_than_chance
+        return "PASS" if told and low >= -self.margin else "INCONCLUSIVE"
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in one sentence."""
+        (low, high), labels = self.interval, self.new.labels
+        found = f"AUROC {self.new.auroc:.3g} instead of {self.old.auroc:.3g}: {self.difference:+.3g}"
+        texts = f"{labels.sum()} positive and {(~labels).sum()} negative texts"
+        accepted = f"a loss of {self.margin:g} is accepted"
+        threshold = f"; {self.new.threshold_verdict}" if self.new.stored else ""
+        return f"{self.state}: {found} (95 % interval {low:+.3g} to {high:+.3g}; {accepted}) on {texts}{threshold}"
+
+
+def read_probe(path: str | Path, name: str | None = None) -> tuple[str, Probe, ModuleMetadata, dict[str, Threshold]]:
+    """Return name and content of a probe of a file, the file's metadata, and its thresholds by the name of the probe.
+
+    Raises:
+        SteeringError: The file cannot be read, has no such probe, or the probe has no hook point and layer.
+    """
+    module, metadata = read_vector_file(path)
+    names = ", ".join(module.probes)
+    if not module.probes:
+        raise SteeringError("probe", f"{path} has vectors and no probe; train one with train_probe")
+    if name is None and len(module.probes) > 1:
+        raise SteeringError("name", f"{path} has several probes; name one of {names}")
+    chosen = next(iter(module.probes)) if name is None else name
+    if (probe := module.probes.get(chosen)) is None:
+        raise SteeringError("name", f"{path} has no probe {shown(name)}; use one of {names}")
+    if probe.point is None or probe.layer is None:
+        raise SteeringError("probe", f"{path} does not name its hook point and layer; write it with both")
+    try:
+        thresholds = msgspec.json.decode(metadata.provenance.get(_THRESHOLDS, "{}"), type=dict[str, Threshold])
+    except msgspec.MsgspecError as error:
+        raise SteeringError("probe", f"{path} has an invalid entry {_THRESHOLDS} in its provenance: {error}") from None
+    return chosen, probe, metadata, thresholds
+
+
+def check_rate(value: object, labels: Labels) -> None:
+    """Raise SteeringError unless a value is a rate of false positives, and there are enough negative labels for it."""
+    rate, negatives = read_number(value, "false_positives"), int((~labels).sum())
+    if not 0 < rate < 1:
+        raise SteeringError("false_positives", f"must be above 0 and below 1, such as 0.01; not {shown(value)}")
+    if negatives < (least := least_negatives(rate)):
+        problem = f"a rate of {rate:g} needs {least} negative texts that choose the threshold"
+        raise SteeringError("false_positives", f"{problem}, not {negatives}; give more texts, or a larger rate")

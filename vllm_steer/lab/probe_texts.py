@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.lab.examples import Examples, Source, Text, read_examples
-from vllm_steer.lab.methods import Labels
-from vllm_steer.lab.statistics import folds
+from vllm_steer.lab.statistics import Labels, folds
 from vllm_steer.request.scalars import shown
 
 LEAST_TRAINING, LEAST_HELD_OUT = 10, 5
@@ -32,6 +31,8 @@ class DistinctTexts:
     labels: Labels
     groups: npt.NDArray[np.int64]
     """Number of each text's pair, or of each text if there are no pairs."""
+    numbers: list[int]
+    """Number of each text among all that were given."""
 
     @property
     def kinds(self) -> npt.NDArray[np.int64]:
@@ -57,7 +58,7 @@ def distinct_texts(examples: Source | Examples) -> DistinctTexts:
     texts = [read.texts[i] for i in chosen]
     if len({isinstance(text[0], dict) for text in texts}) > 1:
         raise SteeringError("examples", "have conversations and other texts; use one of the two forms")
-    return DistinctTexts(read.digest, texts, read.labels[chosen], read.groups[chosen])
+    return DistinctTexts(read.digest, texts, read.labels[chosen], read.groups[chosen], chosen)
 
 
 def split_texts(examples: Source | Examples, seed: int) -> tuple[DistinctTexts, Labels]:

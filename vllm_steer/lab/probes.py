@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a linear probe on labelled texts, and checking a probe on others."""
+"""Training a probe on labelled texts, checking a probe on others, and comparing two."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,28 +14,29 @@ import numpy.typing as npt
 
 from vllm_steer._version import __version__
 from vllm_steer.capture.hidden_states import none_left_running
+from vllm_steer.compat.sources import installed_version
 from vllm_steer.errors import SteeringError
 from vllm_steer.lab.activations import (
     Pool,
     collect,
     describe_tokens,
     described_tokens,
-    read_site_layers,
+    read_stored,
 )
-from vllm_steer.lab.examples import Examples, Source, Text
-from vllm_steer.lab.methods import Floats, Labels, logistic, logistic_regression
-from vllm_steer.lab.probe_result import ProbeResult
+from vllm_steer.lab.examples import Examples, Source, Text, read_examples
+from vllm_steer.lab.methods import ProbeMethod, fit_probe, probe_scores, read_probe_method
+from vllm_steer.lab.probe_result import MARGIN, ProbeComparison, ProbeResult, read_probe
 from vllm_steer.lab.probe_texts import read_unseen, split_texts
-from vllm_steer.lab.statistics import auroc, folds
+from vllm_steer.lab.statistics import Floats, Labels, auroc, folds
+from vllm_steer.lab.text_rows import read_site_layers
 from vllm_steer.models.sae_site import models_of, plain_name
 from vllm_steer.params import SamplingParams
 from vllm_steer.points import PointName
-from vllm_steer.registry.directions import WITHOUT_FIRST, Array, save_module
+from vllm_steer.registry.directions import WITHOUT_FIRST, save_module
 from vllm_steer.registry.metadata import ModuleMetadata, encode_numbers
-from vllm_steer.registry.vector_files import read_vector_file
 from vllm_steer.request.hidden_layer import HiddenLayer
 from vllm_steer.request.probe import Probe
-from vllm_steer.request.scalars import read_integer, shown
+from vllm_steer.request.scalars import read_integer, read_number, shown
 
 PROBE = "probe"
 """Name of the probe in the file of a `TrainedProbe`, and of its readout."""
@@ -45,13 +46,13 @@ _FOLDS = 5
 
 @dataclass(frozen=True, eq=False)
 class TrainedProbe:
-    """A linear probe. Its score is ``x.weights + bias``, the logarithm of the odds that a text is positive."""
+    """A probe and its scores of unseen texts. Larger scores are positive."""
 
     model: str
     point: PointName
     layer: int
-    weights: Array
-    """``[hidden]``."""
+    weights: Any
+    """``[hidden]``, with the score ``x.weights + bias``; a mapping with the arrays of a probe with a hidden layer."""
     bias: float
     result: ProbeResult
     """Scores of the texts that were held out."""
@@ -69,15 +70,16 @@ class TrainedProbe:
         Raises:
             SteeringError: The file cannot be written.
         """
-        reading = {"bias": self.bias, "point": self.point, "layer": self.layer}
-        content = {"probes": {PROBE: {"weights": self.weights, **reading}}}
-        save_module(path, content, self.model, {**self.provenance, "result": self.result.verdict})
+        arrays = self.weights if isinstance(self.weights, Mapping) else {"weights": self.weights}
+        probe = {**arrays, "bias": self.bias, "point": self.point, "layer": self.layer}
+        save_module(path, {"probes": {PROBE: probe}}, self.model, {**self.provenance, "result": self.result.verdict})
 
 
 def train_probe(
     llm: Any,
     examples: Source | Examples,
     *,
+    method: ProbeMethod = "logistic",
     layers: Any = "all",
     point: str = "post_block",
     positions: Any = WITHOUT_FIRST,
@@ -86,54 +88,58 @@ def train_probe(
     seed: int = 0,
     use_tqdm: bool = False,
 ) -> TrainedProbe:
-    """Train a logistic regression on two thirds of the texts, and score the others with it.
+    """Train a probe on two thirds of the texts, and score the others with it.
 
     A text and its pair are on one side. The training texts alone choose the layer.
 
     Args:
-        llm: An `LLM` with steering.
+        llm: An `LLM` with steering, or the folder of a `harvest` of these texts, whose rows are used without a model.
         examples: A file of JSON lines, or a list of their objects; see `read_examples`. Repeated texts count once.
+        method: ``"logistic"`` or ``"ridge"`` regression on standardised rows, ``"mean"``, the difference of the class
+            means, or ``"mlp"``, a hidden layer of 16 units, which needs the pool ``"last"``.
         layers: Layers to try, or ``"all"``.
         point: Hook point.
-        positions: Tokens of each text, as in a capture spec: all but the first by default.
+        positions: Tokens of each text, as in a capture spec: all but the first by default. A folder has its own.
         pool: Mean of these tokens' rows, or the last row.
         controls: Number of probes of permuted labels.
-        seed: Seed of the split, the bootstrap and the permutations.
+        seed: Seed of the split, the bootstrap, the permutations and the initial weights of ``"mlp"``.
         use_tqdm: Whether to show progress bars.
 
     Raises:
-        SteeringError: An argument or an example is invalid, there are too few texts, or scikit-learn is missing.
+        SteeringError: An argument or an example is invalid, there are too few texts, the folder has no harvest of these
+            texts, or scikit-learn is missing.
     """
-    logistic_regression()
+    read_probe_method(method, pool)
     read_integer(controls, 2, 1000, "controls")
-    given, held_out = split_texts(examples, seed)
+    read = read_examples(examples)
+    given, held_out = split_texts(read, seed)
     labels = given.labels
-    found = collect(llm, given.texts, point=point, layers=layers, positions=positions, pool=pool, use_tqdm=use_tqdm)
-    inner = folds(given.groups[~held_out], given.kinds[~held_out], _FOLDS, seed)
+    spec: dict[str, Any] = {"point": point, "layers": layers, "positions": positions, "pool": pool}
+    if isinstance(llm, (str, Path)):
+        engine, (found, positions) = "", read_stored(llm, read.texts, given.numbers, **spec)
+    else:
+        engine, found = _describe_engine(llm), collect(llm, given.texts, **spec, use_tqdm=use_tqdm)
     rows = {layer: array.astype(np.float64) for layer, array in found.rows.items()}
-    aurocs = {layer: _unseen_auroc(array[~held_out], labels[~held_out], inner) for layer, array in rows.items()}
+    inner = folds(given.groups[~held_out], given.kinds[~held_out], _FOLDS, seed)
+    fit = partial(fit_probe, method, seed=seed)
+    aurocs = {layer: _unseen_auroc(fit, array[~held_out], labels[~held_out], inner) for layer, array in rows.items()}
     equal = [layer for layer in aurocs if aurocs[layer] == max(aurocs.values())]
     layer = equal[len(equal) // 2]
-
-    def fit(wanted: Labels) -> tuple[Array, float, Floats]:
-        """Return weights as a file has them, bias and scores of the texts that are held out."""
-        exact, bias = logistic(rows[layer][~held_out], wanted[~held_out])
-        weights = exact.astype(np.float32)
-        return weights, bias, rows[layer][held_out] @ weights + bias
-
-    weights, bias, scores = fit(labels)
+    training, unseen = rows[layer][~held_out], rows[layer][held_out]
+    weights, bias = fit(training, labels[~held_out])
     random = np.random.default_rng(seed)
     permuted = np.empty(controls)
     for i in range(controls):
         wrong = labels.copy()
         for part in (held_out, ~held_out):
             wrong[part] = random.permutation(labels[part])
-        values = fit(wrong)[2]
+        values = probe_scores(*fit(training, wrong[~held_out]), unseen)
         permuted[i] = auroc(values[wrong[held_out]], values[~wrong[held_out]])
     tested = [text for text, held in zip(given.texts, held_out, strict=True) if held]
-    result = ProbeResult(tested, scores, labels[held_out], 0.0, permuted, seed)
+    scores = probe_scores(weights, bias, unseen)
+    result = ProbeResult(tested, scores, labels[held_out], 0.0, permuted, seed, engine=engine)
     about = {
-        "method": "logistic regression",
+        "method": method,
         "examples": f"{len(given.texts)} texts, sha256 {given.digest}",
         **describe_tokens(positions, pool),
         "stream": encode_numbers({layer: found.streams[layer]}),
@@ -153,7 +159,8 @@ def check_probe(
 ) -> ProbeResult:
     """Score texts with a probe of a file as the engine serves it, a readout, and compare the scores with labels.
 
-    The tokens, and whether their scores are averaged, are those with which the probe was trained.
+    The tokens, and whether their scores are averaged, are those with which the probe was trained. The threshold is that
+    of the file, if `ProbeResult.store_threshold` has written one.
 
     Args:
         llm: An `LLM` with steering.
@@ -167,7 +174,7 @@ def check_probe(
         SteeringError: The file has no such probe, the probe is of another model, there are too few texts, the probe was
             trained on them, or the engine refuses one.
     """
-    probe, metadata = read_probe(path, name)
+    name, probe, metadata, thresholds = read_probe(path, name)
     given = read_unseen(examples, metadata.provenance)
     _check_model(llm, path, probe, metadata)
     weights: Any = probe.weights
@@ -175,27 +182,43 @@ def check_probe(
         weights = {**weights.arrays, "activation": weights.activation}
     positions, pool = described_tokens(metadata.provenance)
     scores = read_scores(llm, given.texts, {"probe": weights, **probe.reading}, positions, pool, use_tqdm=use_tqdm)
-    return ProbeResult(given.texts, scores, given.labels, 0.5 if probe.sigmoid else 0.0, seed=seed)
+    stored = thresholds.get(name)
+    threshold = stored.value if stored else 0.5 if probe.sigmoid else 0.0
+    engine = _describe_engine(llm)
+    return ProbeResult(given.texts, scores, given.labels, threshold, seed=seed, stored=stored, engine=engine)
 
 
-def read_probe(path: str | Path, name: str | None = None) -> tuple[Probe, ModuleMetadata]:
-    """Return a probe of a file that names its site, and the file's metadata.
+def compare_probes(
+    llm: Any,
+    old: str | Path,
+    new: str | Path,
+    examples: Source | Examples,
+    *,
+    name: str | None = None,
+    margin: float = MARGIN,
+    seed: int = 0,
+    use_tqdm: bool = False,
+) -> ProbeComparison:
+    """Compare two probes on the same texts: whether the new one separates them as well as the old one.
+
+    Args:
+        llm: An `LLM` with steering.
+        old: File of a module.
+        new: File of another module, whose probe may have another site, or other tokens.
+        examples: Texts that neither was trained on; see `check_probe`.
+        name: Name of both probes, if the files have several.
+        margin: Loss of AUROC that is accepted.
+        seed: Seed of the bootstrap.
+        use_tqdm: Whether to show progress bars.
 
     Raises:
-        SteeringError: The file cannot be read, has no such probe, or the probe has no hook point and layer.
+        SteeringError: See `check_probe`.
     """
-    module, metadata = read_vector_file(path)
-    names = ", ".join(module.probes)
-    if not module.probes:
-        raise SteeringError("probe", f"{path} has vectors and no probe; train one with train_probe")
-    if name is None and len(module.probes) > 1:
-        raise SteeringError("name", f"{path} has several probes; name one of {names}")
-    probe = next(iter(module.probes.values())) if name is None else module.probes.get(name)
-    if probe is None:
-        raise SteeringError("name", f"{path} has no probe {shown(name)}; use one of {names}")
-    if probe.point is None or probe.layer is None:
-        raise SteeringError("probe", f"{path} does not name its hook point and layer; write it with both")
-    return probe, metadata
+    if not 0 <= read_number(margin, "margin") < 0.5:
+        raise SteeringError("margin", f"must be 0 or more and below 0.5, not {shown(margin)}")
+    before = check_probe(llm, old, examples, name=name, seed=seed, use_tqdm=use_tqdm)
+    after = check_probe(llm, new, examples, name=name, seed=seed, use_tqdm=use_tqdm)
+    return ProbeComparison(before, after, margin, seed)
 
 
 def read_scores(
@@ -227,6 +250,14 @@ def read_scores(
     return scores
 
 
+def _describe_engine(llm: Any) -> str:
+    """Return what scores depend on besides the probe."""
+    config = llm.llm_engine.vllm_config
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    about = f"{dtype}, quantization {config.model_config.quantization}, KV cache {config.cache_config.cache_dtype}"
+    return f"{about}, vLLM {installed_version()}"
+
+
 def _check_model(llm: Any, path: str | Path, probe: Probe, metadata: ModuleMetadata) -> None:
     """Raise SteeringError if the probe was made for another model."""
     facts, _, _ = read_site_layers(llm, str(probe.point), [probe.layer])
@@ -240,12 +271,13 @@ def _check_model(llm: Any, path: str | Path, probe: Probe, metadata: ModuleMetad
         raise SteeringError("probe", f"{problem}; start the model that it was trained on")
 
 
-def _unseen_auroc(rows: Floats, labels: Labels, fold: npt.NDArray[np.int64]) -> float:
+def _unseen_auroc(
+    fit: Callable[[Floats, Labels], tuple[Any, float]], rows: Floats, labels: Labels, fold: npt.NDArray[np.int64]
+) -> float:
     """Return the mean over the folds of the AUROC of their texts on a probe of the other folds."""
     found = []
     for number in np.unique(fold):
         test = fold == number
-        weights, bias = logistic(rows[~test], labels[~test])
-        scores = rows[test] @ weights + bias
+        scores = probe_scores(*fit(rows[~test], labels[~test]), rows[test])
         found.append(auroc(scores[labels[test]], scores[~labels[test]]))
     return float(np.mean(found))

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+Floats: TypeAlias = "npt.NDArray[np.float64]"
+Labels: TypeAlias = "npt.NDArray[np.bool_]"
 
 
 def auroc(positive: npt.ArrayLike, negative: npt.ArrayLike) -> float:
@@ -16,19 +20,39 @@ def auroc(positive: npt.ArrayLike, negative: npt.ArrayLike) -> float:
     return float(((below + upto) / 2).mean() / len(low))
 
 
-def auroc_interval(
-    positive: npt.NDArray[np.float64], negative: npt.NDArray[np.float64], seed: int = 0, count: int = 2000
+def bootstrap_interval(
+    positive: Floats, negative: Floats, statistic: Callable[[Floats, Floats], float], seed: int = 0, count: int = 2000
 ) -> tuple[float, float]:
-    """Return the bootstrap percentile interval of the AUROC with 95 % coverage, resampling each class."""
+    """Return the bootstrap percentile interval of a statistic with 95 % coverage, resampling each class."""
     random = np.random.default_rng(seed)
-    drawn = [auroc(*(random.choice(each, len(each)) for each in (positive, negative))) for _ in range(count)]
+    drawn = [statistic(*(random.choice(each, len(each)) for each in (positive, negative))) for _ in range(count)]
     low, high = np.percentile(drawn, [2.5, 97.5])
     return float(low), float(high)
 
 
-def permuted_aurocs(
-    scores: npt.NDArray[np.float64], labels: npt.NDArray[np.bool_], seed: int = 0, count: int = 2000
-) -> npt.NDArray[np.float64]:
+def least_negatives(rate: float) -> int:
+    """Return the smallest number of negatives that tells a threshold with this rate of false positives."""
+    return int(np.ceil(1 / rate - 1 - 1e-9))
+
+
+def threshold_at(negative: Floats, rate: float) -> float:
+    """Return the smallest threshold above which at most this share of further negative scores is expected.
+
+    Of ``n`` scores and one more from the same distribution, the last is above the ``k``-th largest of the others with a
+    probability of ``k / (n + 1)`` (split conformal prediction).
+    """
+    return float(np.sort(negative)[-int(rate * (len(negative) + 1) + 1e-9)])
+
+
+def share_interval(count: int, total: int) -> tuple[float, float]:
+    """Return Wilson's interval with 95 % coverage of a share of which ``count`` of ``total`` were seen."""
+    z2 = 1.959964**2
+    middle = (count + z2 / 2) / (total + z2)
+    half = np.sqrt(z2 * (count * (total - count) / total + z2 / 4)) / (total + z2)
+    return max(0.0, float(middle - half)), min(1.0, float(middle + half))
+
+
+def permuted_aurocs(scores: Floats, labels: Labels, seed: int = 0, count: int = 2000) -> Floats:
     """Return the AUROC for each of several random permutations of the labels."""
     random = np.random.default_rng(seed)
     permuted = (random.permutation(labels) for _ in range(count))

@@ -16,16 +16,40 @@ from vllm_steer.capture.hidden_states import capture_hidden_states
 from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.engine.capabilities import DTYPE_BYTES
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.activations import read_site_layers
-from vllm_steer.lab.examples import Source, TextLine, read_texts
+from vllm_steer.lab.examples import Source, Text, TextLine, read_texts
 from vllm_steer.patching.offline import OfflineRunner
+from vllm_steer.patching.runner import ModelFacts
+from vllm_steer.points import PointName
 from vllm_steer.registry.directions import WITHOUT_FIRST
 from vllm_steer.request import CaptureSpec
 from vllm_steer.request.scalars import read_integer
+from vllm_steer.request.sites import read_layers, read_point
 
 Texts: TypeAlias = "Source | Iterable[Any]"
 _BATCH_TEXTS, _BATCH_BYTES = 256, 1 << 30
 """Most texts, and about the most bytes of rows, of one batch."""
+
+
+def read_site_layers(llm: Any, point: str, layers: Any) -> tuple[ModelFacts, PointName, tuple[int, ...]]:
+    """Return facts about the model, the hook point and its layers; raise SteeringError if the model lacks one."""
+    facts = OfflineRunner(llm).facts
+    name = read_point(point, "point")
+    if name not in facts.points:
+        raise SteeringError("point", f"{name} is not read by this engine; use one of {', '.join(facts.points)}")
+    read = read_layers(layers, "layers")
+    numbers = tuple(range(facts.num_layers)) if read == "all" else read
+    if numbers[-1] >= facts.num_layers:
+        problem = f"{numbers[-1]} is not a layer of {facts.model}, which has layers 0 to {facts.num_layers - 1}"
+        raise SteeringError("layers", f"{problem}; name other layers, or start the model that they are of")
+    return facts, name, numbers
+
+
+def digest_of(texts: Iterable[tuple[Text, str | None]]) -> str:
+    """Return a hash of texts and tags, in order."""
+    hashed = hashlib.sha256()
+    for text, tag in texts:
+        hashed.update(json.dumps([text, tag], separators=(",", ":")).encode())
+    return hashed.hexdigest()[:16]
 
 
 class TextRows:
@@ -73,7 +97,8 @@ class TextRows:
         """Most tokens of a text, to which `harvest` cuts longer ones with ``truncate``."""
         checked = [self._check(line, truncate) for line in self.lines]
         self._ready: list[Any] = [text for text, _ in checked]
-        self._sizes = [size for _, size in checked]
+        self.sizes = [size for _, size in checked]
+        """Tokens of each text."""
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -86,10 +111,7 @@ class TextRows:
     @property
     def digest(self) -> str:
         """Hash of the texts and tags, in order."""
-        hashed = hashlib.sha256()
-        for line in self.lines:
-            hashed.update(json.dumps([line.text, line.tag], separators=(",", ":")).encode())
-        return hashed.hexdigest()[:16]
+        return digest_of((line.text, line.tag) for line in self.lines)
 
     def batches(self, numbers: Sequence[int]) -> Iterator[list[CapturedRequest]]:
         """Run texts and yield their rows in batches, in order; ``submission`` is the text's number; see `run`.
@@ -161,7 +183,7 @@ class TextRows:
         batch: list[int] = []
         size = 0
         for number in numbers:
-            more = row * (self.spec.tokens.num_positions or self._sizes[number])
+            more = row * (self.spec.tokens.num_positions or self.sizes[number])
             other = batch and isinstance(self._ready[number], list) != isinstance(self._ready[batch[0]], list)
             if batch and (other or len(batch) == _BATCH_TEXTS or size + more > _BATCH_BYTES):
                 yield batch

@@ -238,7 +238,15 @@ def save_module(path: str | Path, content: Mapping[str, Any], model: str, proven
     Raises:
         SteeringError: The file cannot be written.
     """
-    module, metadata = parse_module(content), parse_metadata({"model": model, "provenance": provenance})
+    replace_module_file(path, parse_module(content), parse_metadata({"model": model, "provenance": provenance}))
+
+
+def replace_module_file(path: str | Path, module: Module, metadata: ModuleMetadata) -> None:
+    """Write the file of a module as a whole.
+
+    Raises:
+        SteeringError: The file cannot be written.
+    """
     target = Path(path)
     temporary = target.with_name(f".{os.getpid()}.{target.name}")
     try:
