@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from vllm_steer.cli.main import app
-from vllm_steer.registry.directions import Direction, Directions
+from vllm_steer.registry.directions import Direction, Directions, save_module
 
 UNIT = np.eye(4, dtype=np.float32)
 
@@ -68,7 +68,7 @@ def test_says_where_and_how_much(tmp_path: Path, calm: str) -> None:
     assert "readout next: lens at post_block of all layers, tokens generated" in lines
     assert "stop: mood below -3, tokens in a row: 2" in lines
     assert "capture memory: post_attn of layer 0, tokens last_prompt" in lines
-    assert "What the request needs and shares depends on modules, names or messages of the server." in lines
+    assert "What the request needs and shares depends on the module formal: add --module formal=FILE." in lines
 
 
 def test_explains_an_expression(tmp_path: Path, calm: str) -> None:
@@ -100,12 +100,12 @@ def test_says_which_blocks_are_shared(tmp_path: Path) -> None:
     plain = "all blocks are shared with requests without steering"
     assert shared(capture={"memory": {"hooks": {"post_attn": [0]}}}) == plain
     assert shared(edit(layers=31)) == plain  # of the last layer's output
-    assert shared(edit(tokens="prompt")).startswith("all blocks with requests with equal edits (")
+    assert shared(edit(tokens="prompt")).startswith("all blocks are shared with requests with equal edits (")
     later = shared(edit(tokens="generated"))
     assert later.startswith("blocks before position 9 are shared with requests without steering, those from it on with")
-    assert shared(edit(live="x")) == "all blocks with no other request, because of live strengths"
+    assert shared(edit(live="x")) == "all blocks are shared with no other request, because of live strengths"
     modules = lines_of(run(tmp_path, {"steering": [edit()], "steering_modules": ["formal"]}))
-    assert modules[-1].startswith("What the request needs and shares depends on modules")
+    assert modules[-1].startswith("What the request needs and shares depends on the module formal")
     assert shared(edit()) == shared(edit(layers=[2])) != shared(edit(strength=2))
 
 
@@ -116,10 +116,18 @@ def test_says_which_blocks_are_shared(tmp_path: Path) -> None:
         ({"steerin": [edit()]}, "did you mean steering"),
         ({"prompt": "Hello"}, "runs as without steering"),
         ("[]", "must be a JSON object"),
-        ({"steering": [edit(vector={"module": "calm"})]}, "steering[0].vector.module: 'calm' is not a --module; give"),
+        ({"steering": [edit(vector={"module": "calm"})]}, "steering[0].vector.module: unknown module 'calm'; give"),
         ({"steering": [edit(vector={"module": ["calm"]})]}, "steering[0].vector.module: ['calm'] is not"),
         ('{"steering": ', "request.json"),
-        ({"steering": "0.7 calm"}, "names calm, which is not among the vectors: none"),
+        ({"steering": "0.7 calm"}, "steering: unknown module 'calm'; give its file with --module NAME=FILE"),
+        ({"steering": [edit(layers=32)]}, "steering[0].layers: 32 is not a layer of a model with 32 layers"),
+        (
+            {"readouts": {"a": {"probe": [1, 0, 0, 0], "point": "pre_attn", "layer": 40}}},
+            "readouts.a.layers: 40 is not",
+        ),
+        ({"capture": {"memory": {"hooks": {"post_attn": [3, 99]}}}}, "capture.memory.hooks.layers: 99 is not"),
+        ({"extra_body": {"steering": [edit()]}}, "its extra_body has some: write them beside model"),
+        ({"steering": [edit(vector={"module": "calm"})]}, "vector.module: unknown module 'calm'; give its file with"),
         ({"steering": "0.7 calm calm"}, "cannot be read from ' calm' on"),
     ],
 )
@@ -127,3 +135,35 @@ def test_refuses_what_a_server_refuses(tmp_path: Path, body: Any, problem: str) 
     """Catches a traceback, and a request that is explained although it would be refused."""
     found = run(tmp_path, body)
     assert found.exit_code == 1 and problem in found.output
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """Catches an error number of the system in place of a sentence, and a dash in place of the name of stdin."""
+    for name, problem in (("none.json", "No such file or directory"), ("", "Is a directory")):
+        found = CliRunner().invoke(app, ["explain", str(tmp_path / name)])
+        assert found.exit_code == 1 and f"cannot be read: {problem}; give a JSON file, or -" in found.output
+    found = CliRunner().invoke(app, ["explain", "-"], input="{}")
+    assert found.exit_code == 1 and "error: stdin: has none of steering_vectors, " in found.output
+
+
+def test_modules_of_files_are_explained_as_a_server_applies_them(tmp_path: Path, calm: str) -> None:
+    """Catches a module of a file whose edits are left out, another scale or dose, and a probe without its site."""
+    found = run(tmp_path, {"steering_modules": [["calm", -3], {"module": "calm", "dose": 0.25}]}, calm)
+    lines = lines_of(found)
+    assert "steering_modules[0] calm add post_block of layer 2 all -3 -3 -0.15" in lines
+    assert "steering_modules[1] calm add post_block of layer 2 all 5 5 0.25" in lines
+    assert "max_vectors 1 2048" in lines and lines[-1].startswith(
+        "prefix cache: all blocks are shared with requests with"
+    )
+    named = lines_of(run(tmp_path, {"steering": [edit(vector={"module": "calm"}, dose=0.5)]}, calm))
+    sent = lines_of(run(tmp_path, {"steering": [edit(vector=[1.0, 0, 0, 0], strength=10)]}, calm))
+    assert "steering[0] add post_block of layer 2 all 10 10 0.5" in named and named[-2:] == sent[-2:]
+    probe = {"weights": UNIT[0], "bias": 1.0, "point": "pre_attn", "layer": 1}
+    save_module(tmp_path / "risk.safetensors", {"probes": {"lie": probe}}, "", {})
+    body = {"readouts": {"lie": {"probe": "risk/lie"}}, "stop_on": [{"readout": "lie", "above": 2}]}
+    lines = lines_of(run(tmp_path, body, f"--module=risk={tmp_path / 'risk.safetensors'}"))
+    assert "readout lie: probe at pre_attn of layer 1, tokens generated" in lines
+    assert "max_rows 1 1024" in lines
+    lines = lines_of(run(tmp_path, body))
+    assert "readout lie: probe at the site that is registered with it, tokens generated" in lines
+    assert "What the request needs and shares depends on the module risk: add --module risk=FILE." in lines

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +17,10 @@ from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
     from vllm_steer.program import Program
-    from vllm_steer.registry.directions import Directions
+    from vllm_steer.registry.snapshot import Snapshot
     from vllm_steer.request import Edit, Readout
     from vllm_steer.request.condition import Bound
+    from vllm_steer.request.probe import Probe
 
 
 def explain(
@@ -27,120 +29,155 @@ def explain(
     prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the prompt.")] = 128,
     module: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=FILE",
-            help="File written by make: vectors that the request names, and lengths of the stream; repeatable.",
-        ),
+        typer.Option(metavar="NAME=FILE", help="File of a module that the request names; repeatable."),
     ] = None,
 ) -> None:
     """Show where and how much a request edits, what it reads, what it needs, and which cache blocks it shares.
 
     Global steering of a server comes on top. Exits with status 1 if the request is invalid.
     """
+    from vllm_steer.models.sae_features import FeatureReader
     from vllm_steer.params import CAPTURE_FIELD, FIELDS, PROGRAM_KEY, compile_fields
     from vllm_steer.program import Program
-    from vllm_steer.registry.expression import Expression
-    from vllm_steer.request import parse_capture, parse_readouts, parse_references, parse_stops
+    from vllm_steer.registry.composer import RequestComposer, find_probe
+    from vllm_steer.registry.errors import UnknownModuleError
+    from vllm_steer.request import NamedProjection, parse_capture, parse_readouts, parse_references, parse_stops
     from vllm_steer.request.condition import STOP_FIELD
-    from vllm_steer.request.edit_fields import FIELD_NAMES, GENERAL_FIELD, parse_fields_with_paths
+    from vllm_steer.request.edit_fields import FIELD_NAMES, parse_fields_with_paths
     from vllm_steer.request.readout import READOUTS_FIELD
     from vllm_steer.request.references import MODULES_FIELD
     from vllm_steer.request.strict_json import parse_json
     from vllm_steer.request.unknown_fields import problem_of
+    from vllm_steer.server.http.request_context import RequestContext
+    from vllm_steer.server.http.row_sources import with_rows
 
-    with failing_on(SteeringError, OSError, UnicodeDecodeError):
-        known = _modules(module or ())
-        body = parse_json(sys.stdin.read() if str(request) == "-" else request.read_text(), str(request))
+    name = "stdin" if str(request) == "-" else str(request)
+    with failing_on(SteeringError):
+        snapshot = _registry(module or ())
+        body = parse_json(_read(request), name)
         if not isinstance(body, dict):
-            raise SteeringError(str(request), "must be a JSON object, the body of a request")
-        for name in body.keys() - set(FIELDS):
-            if (problem := problem_of(name)) is not None:
-                raise SteeringError(name, problem)
-        fields = {name: body[name] for name in FIELDS if body.get(name) is not None}
+            raise SteeringError(name, "must be a JSON object, the body of a request")
+        for key in body.keys() - set(FIELDS):
+            if (problem := problem_of(key)) is not None:
+                raise SteeringError(key, problem)
+        fields: Mapping[str, Any] = {key: body[key] for key in FIELDS if body.get(key) is not None}
         if not fields:
-            raise SteeringError(str(request), f"has none of {', '.join(FIELDS)}; it runs as without steering")
-        if isinstance(text := fields.get(GENERAL_FIELD), str):
-            fields[GENERAL_FIELD] = Expression.parse(text).edits(known)
-        elif isinstance(text, list):
-            fields[GENERAL_FIELD] = [_with_vector(each, f"{GENERAL_FIELD}[{i}]", known) for i, each in enumerate(text)]
+            inside = [key for key, value in body.items() if isinstance(value, dict) and value.keys() & set(FIELDS)]
+            hint = f"its {inside[0]} has some: write them beside model" if inside else "it runs as without steering"
+            raise SteeringError(name, f"has none of {', '.join(FIELDS)}; {hint}")
+        try:
+            fields = with_rows(fields, RequestContext(snapshot=snapshot))
+        except UnknownModuleError as error:
+            raise SteeringError(error.field, f"{error.problem}; give its file with --module NAME=FILE") from None
         compiled = compile_fields(fields)
-        edits = parse_fields_with_paths({name: fields[name] for name in FIELD_NAMES if name in fields})
-        if edits:
-            rows = [_edit(path, edit, known.values()) for path, edit in edits]
+        edits = parse_fields_with_paths({key: fields[key] for key in FIELD_NAMES if key in fields})
+        named, unknown = [], ""
+        for i, reference in enumerate(parse_references(fields.get(MODULES_FIELD))):
+            path = f"{MODULES_FIELD}[{i}]"
+            try:
+                found = snapshot.find(reference, path)[0]
+            except UnknownModuleError:
+                amount = f"scale {reference.scale:g}" if reference.dose is None else f"dose {reference.dose:g}"
+                typer.echo(f"module {reference}, {amount}: its edits apply before those of the request")
+                unknown = f"{reference}"
+                continue
+            parts = snapshot.content(found.digest).all_edits
+            scales = found.scales or (found.scale,) * len(parts)
+            named += [(f"{path} {found.name}", each, scale) for each, scale in zip(parts, scales, strict=True)]
+        if rows := [_edit(*each, snapshot, layers) for each in (*named, *((path, edit, 1.0) for path, edit in edits))]:
             print_table(("edit", "kind", "site", "tokens", "strength", "length", "dose", "if"), rows)
-        references = parse_references(fields.get(MODULES_FIELD))
-        for reference in references:
-            amount = f"scale {reference.scale:g}" if reference.dose is None else f"dose {reference.dose:g}"
-            typer.echo(f"module {reference}, {amount}: its edits apply before those of the request")
-        for name, readout in parse_readouts(fields.get(READOUTS_FIELD)).items():
-            typer.echo(f"readout {name}: {readout.kind.name} at {_site(readout)}, tokens {readout.positions.to_wire()}")
+        for key, readout in parse_readouts(fields.get(READOUTS_FIELD)).items():
+            part: Any = readout
+            if isinstance(readout.probe, NamedProjection) and readout.point is None:
+                with suppress(UnknownModuleError):
+                    part = find_probe(readout.probe.probes[0], snapshot, f"{READOUTS_FIELD}.{key}.probe")
+            where = _site(part, f"{READOUTS_FIELD}.{key}", layers)
+            typer.echo(f"readout {key}: {readout.kind.name} at {where}, tokens {readout.positions.to_wire()}")
         for stop in parse_stops(fields.get(STOP_FIELD)):
             typer.echo(f"stop: {stop.readout} {_bound(stop.bound)}, tokens in a row: {stop.tokens}")
         for consumer, spec in parse_capture(fields.get(CAPTURE_FIELD)):
-            for point, where in spec.hooks:
-                typer.echo(f"capture {consumer}: {point} of {_layers(where)}, tokens {spec.tokens.to_wire()}")
-        program = Program.from_bytes(compiled[PROGRAM_KEY]) if PROGRAM_KEY in compiled else None
-        if references or (program is not None and (program.has_names or program.needs_prompt)):
-            typer.echo("What the request needs and shares depends on modules, names or messages of the server.")
+            for point, chosen in spec.hooks:
+                sites = _layers(chosen, f"{CAPTURE_FIELD}.{consumer}.hooks", layers)
+                typer.echo(f"capture {consumer}: {point} of {sites}, tokens {spec.tokens.to_wire()}")
+        try:
+            composer = RequestComposer(FeatureReader({}), layers)
+            composed = {} if unknown else composer.compose(compiled, snapshot)
+        except UnknownModuleError as error:
+            composed, unknown = {}, error.problem.split("'")[1]
+        program = Program.from_bytes(composed[PROGRAM_KEY]) if PROGRAM_KEY in composed else None
+        if unknown:
+            typer.echo(
+                f"What the request needs and shares depends on the module {unknown}: add --module {unknown}=FILE."
+            )
+        elif program is not None and program.needs_prompt:
+            typer.echo("What the request needs and shares depends on the messages of the conversation.")
         elif program is not None:
             _print_needs(program, layers, prompt_tokens)
 
 
-def _modules(given: Iterable[str]) -> dict[str, Directions]:
-    """Read ``NAME=FILE`` options."""
-    from vllm_steer.registry.directions import Directions
-
-    pairs = [each.partition("=") for each in given]
-    if wrong := [name for name, equals, file in pairs if not (name and equals and file)]:
-        raise SteeringError("module", f"{wrong[0]!r} is not NAME=FILE, such as calm=calm.safetensors")
-    return {name: Directions.load(file) for name, _, file in pairs}
-
-
-def _with_vector(edit: Any, path: str, known: Mapping[str, Directions]) -> Any:
-    """Return an edit with the vectors of the module that it names."""
-    from vllm_steer.request.capture_source import names_rows
-
-    if not isinstance(edit, dict) or not names_rows(vector := edit.get("vector")) or "module" not in vector:
-        return edit
-    found = known.get(str(name := vector["module"]))
-    if found is None:
-        raise SteeringError(f"{path}.vector.module", f"{name!r} is not a --module; give its file as NAME=FILE")
-    return {**edit, "vector": found}
+def _read(path: Path) -> str:
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text("utf-8")
+    except OSError as error:
+        raise SteeringError(str(path), f"cannot be read: {error.strerror or error}; give a JSON file, or -") from None
+    except UnicodeDecodeError as error:
+        raise SteeringError(str(path), f"is not UTF-8 text: {error.reason}") from None
 
 
-def _edit(path: str, edit: Edit, known: Iterable[Directions]) -> tuple[str, ...]:
-    """Return the row of an edit. Length and dose have the sign of the strength."""
+def _registry(given: Iterable[str]) -> Snapshot:
+    """Return a registry with the modules of ``NAME=FILE`` options."""
+    from vllm_steer.registry.index import RegistryLimits
+    from vllm_steer.registry.snapshot import Snapshot
+    from vllm_steer.registry.vector_files import read_vector_file
+    from vllm_steer.request.references import read_name
+
+    snapshot = Snapshot()
+    for name, equals, file in (each.partition("=") for each in given):
+        if not (name and equals and file):
+            raise SteeringError("module", f"{name!r} is not NAME=FILE, such as calm=calm.safetensors")
+        module, metadata = read_vector_file(file)
+        snapshot = snapshot.with_module(read_name(name, "module"), module, metadata, 0.0, RegistryLimits())
+    return snapshot
+
+
+def _edit(path: str, edit: Edit, scale: float, snapshot: Snapshot, layers: int) -> tuple[str, ...]:
+    """Return the row of an edit, whose strength is multiplied by a scale. Length and dose have its sign."""
     import numpy as np
 
     length = dose = ""
+    strength = edit.strength * scale
     if edit.kind == "add":
-        added = edit.strength * float(np.linalg.norm(edit.vector.astype(np.float64)))
-        sites = [each[n] for each in known for n in each if edit.layers == "all" or n in edit.layers]
-        sites = [each for each in sites if each.point == edit.point]
-        streams = {f"{each.layer}": each.stream for each in sites if each.stream > 0}
-        length, dose = f"{added:.4g}", ", ".join(f"{added / stream:.3g}" for stream in streams.values())
+        added = strength * float(np.linalg.norm(edit.vector.astype(np.float64)))
+        streams = dict.fromkeys(snapshot.streams_at(str(edit.point), () if edit.layers == "all" else edit.layers))
+        length, dose = f"{added:.4g}", ", ".join(f"{added / stream:.3g}" for stream in streams)
     when = " and ".join(f"{each.readout} {_bound(each.bound)} ({each.window})" for each in edit.when)
     if edit.live:
         when = f"{when + ', ' if when else ''}times the live strength {edit.live}"
     tokens = str(edit.tokens.to_wire())
-    return path, edit.kind, _site(edit), tokens, f"{edit.strength:g}", length, dose, when
+    return path, edit.kind, _site(edit, path, layers), tokens, f"{strength:g}", length, dose, when
 
 
 def _bound(bound: Bound) -> str:
     return f"below {bound.below:g}" if bound.above is None else f"above {bound.above:g}"
 
 
-def _site(part: Edit | Readout) -> str:
-    """Return the site of an edit or a readout."""
+def _site(part: Edit | Readout | Probe, path: str, layers: int) -> str:
+    """Return the site of an edit, a readout or a module's probe."""
     single = getattr(part, "layer", None)
-    layers = part.layers if single is None else (single,)
-    if part.point is None or not layers:
+    chosen = getattr(part, "layers", None) if single is None else (single,)
+    if part.point is None or not chosen:
         return "the site that is registered with it"
-    return f"{part.point} of {_layers(layers)}"
+    return f"{part.point} of {_layers(chosen, path, layers)}"
 
 
-def _layers(layers: Any) -> str:
-    return "all layers" if layers == "all" else f"layer {', '.join(map(str, layers))}"
+def _layers(chosen: Any, path: str, layers: int) -> str:
+    """Return the names of layers; raise SteeringError for one that the model does not have."""
+    if chosen == "all":
+        return "all layers"
+    if (last := max(chosen)) >= layers:
+        problem = f"{last} is not a layer of a model with {layers} layers, which count from 0"
+        raise SteeringError(f"{path}.layers", f"{problem}; give the model's number of layers with --layers")
+    return f"layer {', '.join(map(str, chosen))}"
 
 
 def _print_needs(program: Program, layers: int, prompt_tokens: int) -> None:
@@ -172,7 +209,7 @@ def _shared(edited: Sequence[tuple[int, bytes]], *, live: bool) -> str:
     if not edited:
         return "all blocks are shared with requests without steering"
     digest = hashlib.blake2b(repr(edited).encode(), digest_size=6).hexdigest()
-    others = "no other request, because of live strengths" if live else f"requests with equal edits ({digest})"
+    others = "no other request, because of live strengths" if live else f"requests with equal edits (digest {digest})"
     start = edited[0][0]
     before = f"blocks before position {start} are shared with requests without steering, " if start else ""
-    return f"{before}{'those from it on' if start else 'all blocks'} with {others}"
+    return f"{before}{'those from it on' if start else 'all blocks are shared'} with {others}"

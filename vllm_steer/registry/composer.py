@@ -144,7 +144,7 @@ def find_vector(name: object, snapshot: Snapshot, field: str, *, dosed: bool) ->
             refuse_dosed_digest(module, field)
         return snapshot.directions(snapshot.find(module, field)[1], name, field)
     reference = parse_probe(name, field)
-    probe = _find(reference, snapshot, field)
+    probe = find_probe(reference, snapshot, field)
     weights = probe.direction(name, field)
     if not dosed:
         return weights
@@ -170,7 +170,7 @@ class _Names:
         return self.features.any_site
 
     def probe(self, name: str, field: str) -> Probe:
-        return _find(parse_probe(name, field), self.snapshot, field)
+        return find_probe(parse_probe(name, field), self.snapshot, field)
 
     def site(self, sae: str, field: str) -> SaeSite:
         return self.features.site(sae, field)
@@ -227,7 +227,7 @@ def _projection(spec: CaptureSpec, named: NamedProjection, snapshot: Snapshot, s
     directions = []
     for i, name in enumerate(named.probes):
         field = f"{source}.reduce.probes[{i}]"
-        probe = _find(name, snapshot, field)
+        probe = find_probe(name, snapshot, field)
         for point, layers in spec.hooks:
             for layer in () if layers == "all" else layers:
                 probe.check(name, {"point": point, "layer": layer}, field)
@@ -237,7 +237,8 @@ def _projection(spec: CaptureSpec, named: NamedProjection, snapshot: Snapshot, s
     return Projection(directions, f"{source}.reduce.probes")
 
 
-def _find(probe: ProbeReference, snapshot: Snapshot, field: str) -> Probe:
+def find_probe(probe: ProbeReference, snapshot: Snapshot, field: str) -> Probe:
+    """Return a probe; raise SteeringError if the module or the probe is unknown."""
     module, _ = snapshot.find(probe.module, field)
     probes = snapshot.content(module.digest).probes
     if probe.probe not in probes:

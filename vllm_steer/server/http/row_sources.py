@@ -113,10 +113,12 @@ def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opene
 
 
 def _snapshot(context: RequestContext, field: str) -> Snapshot:
+    if context.snapshot is not None:
+        return context.snapshot
     if context.engine is None:
         problem = "cannot be read on this route, which knows no engine; use /v1/completions, or send the rows"
         raise SteeringError(field, problem)
-    return context.snapshot or context.engine.registry.snapshot()
+    return context.engine.registry.snapshot()
 
 
 def _edits_of(text: str, context: RequestContext) -> list[Edit]:
