@@ -16,6 +16,7 @@ from vllm_steer import SteeringError
 from vllm_steer.cli import probe as commands
 from vllm_steer.cli.main import app
 from vllm_steer.lab import check_probe, compare_probes, harvest, train_probe
+from vllm_steer.lab.activations import Pool
 from vllm_steer.lab.methods import ProbeMethod, fit_probe, probe_scores
 from vllm_steer.lab.statistics import auroc
 
@@ -28,13 +29,15 @@ def test_each_method_is_served_as_it_was_trained(
     method: ProbeMethod,
 ) -> None:
     """Catches weights that are not folded back to rows as they are, and a hidden layer that the file loses."""
-    found = train_probe(llm, planted[:140], method=method, layers=LAYER, pool="last", controls=2)
+    pool: Pool = "last" if method == "mlp" else "mean"
+    found = train_probe(llm, planted[:140], method=method, layers=LAYER, pool=pool, controls=2)
     assert found.provenance["method"] == method
     found.save(tmp_path / "probe.safetensors")
     held = found.result
     checked = check_probe(llm, tmp_path / "probe.safetensors", labelled(held.texts, held.labels))
     np.testing.assert_allclose(checked.scores, held.scores, atol=2e-4 * max(1, np.abs(held.scores).max()))
-    assert held.accuracy > 0.6 and held.auroc > 0.7, "the bias puts the threshold 0 between the classes"
+    if pool == "mean":
+        assert held.accuracy > 0.8 and held.auroc > 0.9, "the bias puts the threshold 0 between the classes"
     assert checked.engine == held.engine and checked.engine.startswith("float32, quantization None, KV cache ")
 
 
@@ -60,7 +63,7 @@ def test_methods_without_a_readout_are_refused(llm: Any, planted: Examples) -> N
     """Catches a probe that the engine would score differently than it was trained."""
     with pytest.raises(SteeringError, match='pool: must be "last" for mlp, because the mean of the scores'):
         train_probe(llm, planted, method="mlp")
-    with pytest.raises(SteeringError, match="method: 'attention' is not valid; use one of 'logistic', 'ridge', 'mean'"):
+    with pytest.raises(SteeringError, match="method: 'attention' is not valid; use one of logistic, ridge, mean, mlp"):
         train_probe(llm, planted, method="attention")  # type: ignore[arg-type]
 
 
@@ -69,8 +72,8 @@ def test_rows_of_a_harvest_train_the_same_probe(llm: Any, planted: Examples, tmp
     texts = [*planted[:100], *planted[:3], *planted[100:120]]
     tagged = [{**each, "tag": f"no. {i}"} for i, each in enumerate(texts)]
     harvest(llm, tagged, tmp_path / "acts", layers=[1, LAYER], dtype="float32")
-    live = train_probe(llm, texts, layers=[1, LAYER], pool="last", controls=3, seed=2)
-    found = train_probe(tmp_path / "acts", texts, pool="last", controls=3, seed=2)
+    live = train_probe(llm, texts, layers=[1, LAYER], controls=3, seed=2)
+    found = train_probe(tmp_path / "acts", texts, controls=3, seed=2)
     assert (found.model, found.point, found.layer) == (live.model, live.point, live.layer)
     np.testing.assert_allclose(found.weights, live.weights, atol=1e-5)
     np.testing.assert_allclose(found.result.scores, live.result.scores, atol=1e-4)
@@ -135,7 +138,7 @@ def test_the_commands_train_on_rows_choose_a_threshold_and_compare(
     status, said = run(*words, "--out", "new.safetensors", "--false-positives", "0.001")
     assert status == 1 and "a rate of 0.001 needs 999 negative texts" in said and not Path("new.safetensors").exists()
     status, said = run(*words, "--out", "new.safetensors", "--false-positives", "0.1")
-    assert status == 0 and "new.safetensors: threshold " in said and "for 10 % false positives on 40 texts" in said
+    assert status == 0 and "new.safetensors: threshold " in said and "for 10 % false positives on 41 texts" in said
     run("train", train, "--rows", "acts", "--layers", "0", "--out", "old.safetensors")
     monkeypatch.setattr(commands, "start_engine", lambda *arguments: llm)
     compared = compare_probes(llm, "old.safetensors", "new.safetensors", other)

@@ -20,7 +20,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.lab.examples import Text
 from vllm_steer.lab.harvest import read_manifest
 from vllm_steer.lab.shards import RUN
-from vllm_steer.lab.text_rows import TextRows, digest_of
+from vllm_steer.lab.text_rows import TextRows, digest_of, position_lists
 from vllm_steer.points import PointName
 from vllm_steer.registry.directions import WITHOUT_FIRST, Array
 from vllm_steer.request import CaptureSpec
@@ -109,7 +109,8 @@ def read_stored(
     numbers = tuple(there) if read == "all" else read
     if missing := [layer for layer in numbers if layer not in there]:
         raise SteeringError("layers", f"{folder} has no rows of layer {missing[0]}; use some of {there}")
-    asked, stored = (CaptureSpec(hooks=found.hooks, positions=each).tokens for each in (positions, found.positions))
+    both = (position_lists(each) for each in (positions, found.positions))
+    asked, stored = (CaptureSpec(hooks=found.hooks, positions=each).tokens for each in both)
     if positions != WITHOUT_FIRST and asked != stored:
         raise SteeringError("positions", f"{folder} has rows of {shown(found.positions)}; omit it")
     if found.answer and isinstance(texts[0][0], dict):

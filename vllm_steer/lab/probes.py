@@ -28,7 +28,7 @@ from vllm_steer.lab.methods import ProbeMethod, fit_probe, probe_scores, read_pr
 from vllm_steer.lab.probe_result import MARGIN, ProbeComparison, ProbeResult, read_probe
 from vllm_steer.lab.probe_texts import read_unseen, split_texts
 from vllm_steer.lab.statistics import Floats, Labels, auroc, folds
-from vllm_steer.lab.text_rows import read_site_layers
+from vllm_steer.lab.text_rows import position_lists, read_site_layers
 from vllm_steer.models.sae_site import models_of, plain_name
 from vllm_steer.params import SamplingParams
 from vllm_steer.points import PointName
@@ -229,9 +229,7 @@ def read_scores(
     Raises:
         SteeringError: A text has no tokens at the positions, or the engine refuses it.
     """
-    if not isinstance(positions, str):
-        positions = [list(each) if isinstance(each, tuple) else each for each in positions]
-    readouts = {PROBE: {**readout, "positions": positions}}
+    readouts = {PROBE: {**readout, "positions": position_lists(positions)}}
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, readouts=readouts)
     chat = isinstance(texts[0][0], dict)
     run = partial(llm.chat, add_generation_prompt=False) if chat else llm.generate

@@ -44,6 +44,11 @@ def read_site_layers(llm: Any, point: str, layers: Any) -> tuple[ModelFacts, Poi
     return facts, name, numbers
 
 
+def position_lists(positions: Any) -> Any:
+    """Return positions of a capture spec with lists in the place of tuples."""
+    return positions if isinstance(positions, str) else [list(e) if isinstance(e, tuple) else e for e in positions]
+
+
 def digest_of(texts: Iterable[tuple[Text, str | None]]) -> str:
     """Return a hash of texts and tags, in order."""
     hashed = hashlib.sha256()
@@ -86,10 +91,9 @@ class TextRows:
         self.lines = [lines[i] for i in self.places]
         self.facts, self.point, self.layers = read_site_layers(llm, point, layers)
         self._runner = OfflineRunner(llm)
-        if not isinstance(positions, str):
-            positions = [list(each) if isinstance(each, tuple) else each for each in positions]
         dtype = dtype or self._runner.context.capabilities.dtype
-        self._spec = {"hooks": {self.point: list(self.layers)}, "positions": positions, "dtype": dtype}
+        hooks = {self.point: list(self.layers)}
+        self._spec = {"hooks": hooks, "positions": position_lists(positions), "dtype": dtype}
         self.spec = CaptureSpec(**self._spec)
         self.answer = answer
         most = self.facts.max_model_len
