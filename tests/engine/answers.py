@@ -40,6 +40,14 @@ def chosen_logprobs(output: Any) -> np.ndarray:
     return np.array([step[token].logprob for token, step in zip(first.token_ids, first.logprobs, strict=True)])
 
 
+def finish(engine: Any) -> dict[str, Any]:
+    """Run the requests of vLLM's engine to their end and return the outputs of those that finish, by id."""
+    outputs: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        outputs.update({output.request_id: output for output in engine.step() if output.finished})
+    return outputs
+
+
 def run(llm: Any, prompts: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
     outputs: list[Any] = llm.generate(list(prompts), list(wanted), use_tqdm=False)
     return outputs

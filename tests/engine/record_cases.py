@@ -112,10 +112,12 @@ def _gap(values: np.ndarray, quantile: float) -> float:
     return float((values[place] + values[place + 1]) / 2)
 
 
-def request(case: dict[str, Any], *, positions: Any = "all", **fields: Any) -> Any:
-    readouts = {name: {**each, "positions": positions} for name, each in READOUTS.items()}
+def request(
+    case: dict[str, Any], *, positions: Any = "all", readouts: Any = None, generated: int = GENERATED, **fields: Any
+) -> Any:
+    readouts = {name: {**each, "positions": positions} for name, each in (readouts or READOUTS).items()}
     return params(
-        GENERATED, logprobs=None, readouts=readouts, steering=case.get("edits"), stop_on=case.get("stops"), **fields
+        generated, logprobs=None, readouts=readouts, steering=case.get("edits"), stop_on=case.get("stops"), **fields
     )  # fmt: skip
 
 
@@ -138,11 +140,17 @@ def check(output: Any, expected: Expected, prompt_len: int, name: str = "") -> N
 
 
 def expect(
-    reference: Reference, made: dict[str, dict[str, Any]], texts: Sequence[list[int]] = PROMPTS
+    reference: Reference,
+    made: dict[str, dict[str, Any]],
+    texts: Sequence[list[int]] = PROMPTS,
+    readouts: Any = None,
+    generated: int = GENERATED,
+    **fields: Any,
 ) -> dict[tuple[str, int], Expected]:
     """Return what the reference does with each case and prompt."""
+    read = readouts or READOUTS
     return {
-        (name, number): reference.run(tokens, GENERATED, READOUTS, case.get("edits", ()), case.get("stops", ()))
+        (name, number): reference.run(tokens, generated, read, case.get("edits", ()), case.get("stops", ()), **fields)
         for name, case in made.items()
         for number, tokens in enumerate(texts)
     }

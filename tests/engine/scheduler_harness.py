@@ -77,6 +77,12 @@ def finish_step(scheduler: Any, scheduled: Any, rows: tuple[StepRows, ...] = ())
     return [output for client in outputs.values() for output in client.outputs]
 
 
+def finish(scheduler: Any) -> None:
+    """Run all requests to their end."""
+    while scheduler.has_unfinished_requests():
+        finish_step(scheduler, scheduler.schedule())
+
+
 def model_output(scheduler: Any, scheduled: Any, rows: tuple[StepRows, ...] = ()) -> Any:
     """Return a worker's output for a scheduled step that samples token 1 for every request and captures ``rows``."""
     from vllm.v1.outputs import ModelRunnerOutput

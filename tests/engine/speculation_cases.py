@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine import drafts
-from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.answers import finish, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import opened
 from tests.engine.record_cases import add
@@ -156,7 +156,6 @@ def test_live_change_after_a_start_with_one_token(drafting: Any) -> None:
     engine.step()
     assert drafting.set_strength("short", calm=0.5) == 1
     done = {}
-    while engine.has_unfinished_requests():
-        done.update({output.request_id: output for output in engine.step() if output.finished})
+    done.update(finish(engine))
     trace = done["short"].outputs[0].steering_trace
     assert trace.live["calm"].tolist() == [1.0 if position < 1 else 0.5 for position in trace.positions.tolist()]

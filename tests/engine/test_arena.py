@@ -179,8 +179,7 @@ def test_request_without_room_where_it_starts_does_not_block(tiny_llama: Path, i
     scheduler = scheduler_harness.make(made, blocks=60)
     prompt = list(range(1, 50))
     scheduler.add_request(scheduler_harness.request("first", prompt, 1))
-    while scheduler.has_unfinished_requests():
-        scheduler_harness.finish_step(scheduler, scheduler.schedule())
+    scheduler_harness.finish(scheduler)
     scheduler.add_request(scheduler_harness.request("runs", [7], 20, **captures("all_generated")))
     for _ in range(2):
         scheduler_harness.finish_step(scheduler, scheduler.schedule())
@@ -201,8 +200,7 @@ def test_captured_cached_prompts_start_with_all_drafts(tiny_llama: Path) -> None
     scheduler = scheduler_harness.make(made, blocks=60)
     prompt = list(range(1, 66))
     scheduler.add_request(scheduler_harness.request("first", prompt, 1))
-    while scheduler.has_unfinished_requests():
-        scheduler_harness.finish_step(scheduler, scheduler.schedule())
+    scheduler_harness.finish(scheduler)
     for name in ("one", "other"):
         scheduler.add_request(scheduler_harness.request(name, prompt, 2, **captures("all_generated")))
     seen: list[dict[str, int]] = []
@@ -276,8 +274,7 @@ def test_captured_image_is_computed_from_its_start(tiny_llama: Path, whole: bool
         scheduler.add_request(request)
         if name == "reads":
             assert scheduler._get_local_prefix_cache_hit(request)[1] == hit
-        while scheduler.has_unfinished_requests():
-            scheduler_harness.finish_step(scheduler, scheduler.schedule())
+        scheduler_harness.finish(scheduler)
 
 
 @pytest.mark.parametrize(("non_causal", "chunks"), [(True, [0, 35]), (False, [30, 5])])

@@ -12,7 +12,7 @@ import torch
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
+from tests.engine.answers import finish, logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.tiny import HIDDEN, LAYERS, VOCAB, direction
 from vllm_steer import Edit, SteeringError, capture_hidden_states
@@ -211,8 +211,7 @@ def test_aborted_captures_are_released(llm: Any) -> None:
     for _ in range(4):
         engine.step()
     engine.abort_request([f"gone-{i}" for i in range(4)])
-    while engine.has_unfinished_requests():
-        engine.step()
+    finish(engine)
     run(llm, [prompt(1, 2, 3)], [params(2)])
     scheduler = engine.engine_core.engine_core.scheduler
     assert scheduler.steering_row_sender.num_bytes == 0
@@ -240,8 +239,7 @@ def test_aborted_samples_release_the_rows_of_ended_ones(llm: Any, monkeypatch: p
         del first
         (rows,) = (weakref.ref(each.capture_results) for each in parent().output_aggregator if each is not None)
         engine.abort_request(["several"])
-        while engine.has_unfinished_requests():
-            engine.step()
+        finish(engine)
         return rows() is None and not processor.parent_requests
 
     assert rows_are_released()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.answers import finish, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.steps import chunks_of, step_of
 from tests.tiny import VOCAB
@@ -65,8 +65,7 @@ def run_named(llm: Any, asked: dict[str, Any], wanted: Any) -> dict[str, Any]:
     for name, each in asked.items():
         llm.llm_engine.add_request(name, each, wanted)
     outputs: dict[str, Any] = {}
-    while llm.llm_engine.has_unfinished_requests():
-        outputs.update((output.request_id, output) for output in llm.llm_engine.step() if output.finished)
+    outputs.update(finish(llm.llm_engine))
     return outputs
 
 
@@ -175,8 +174,7 @@ def test_consumer_error_without_a_thread_affects_all(llm: Any, monkeypatch: pyte
         run(llm, asked, [wanted] * 3)
     monkeypatch.undo()
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
-    while engine.has_unfinished_requests():
-        engine.step()
+    finish(engine)
     assert len(result(run(llm, asked[:1], [wanted])[0]).sites) == 12
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from tests.engine.steps import make_tables
 from vllm_steer.compat.stages import GRAPHS
 from vllm_steer.compat.wraps import install
 from vllm_steer.config import SteeringConfig
@@ -75,10 +76,7 @@ class Manager:
 @pytest.fixture
 def tables() -> Tables:
     config = SteeringConfig(max_rows=1, max_vectors=1, max_instructions=1, capture_rows=1)
-    return Tables(
-        config, num_sites=LAYERS * POINTS, hidden_size=8, max_tokens=4, max_requests=1, dtype=torch.float32,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    return make_tables(config, num_sites=LAYERS * POINTS, max_tokens=4, max_requests=1)
 
 
 class FakeUntappedModel:

@@ -21,8 +21,9 @@ from tests.engine.record_cases import (
     add,
     bounds_of,
     cases,
-    check,
+    check_all,
     check_consistent,
+    expect,
     reacting,
     request,
     run_all,
@@ -40,17 +41,7 @@ def truth(tiny_llama: Path) -> Truth:
     model = hf.load(tiny_llama)
     reference = Reference(model, model.model.layers)
     made = cases(bounds_of(reference))
-    expected = {
-        (name, number): reference.run(tokens, GENERATED, READOUTS, case.get("edits", ()), case.get("stops", ()))
-        for name, case in made.items()
-        for number, tokens in enumerate(PROMPTS)
-    }
-    return made, expected
-
-
-def assert_all(outputs: Any, truth: Truth) -> None:
-    for (name, number), output in outputs.items():
-        check(output, truth[1][name, number], len(PROMPTS[number]), f"{name}, prompt {number}")
+    return made, expect(reference, made)
 
 
 def test_cases_are_decided(truth: Truth) -> None:
@@ -65,7 +56,7 @@ def test_cases_are_decided(truth: Truth) -> None:
 @pytest.mark.feature("continuous batching", "react")
 def test_every_window_and_stop(llm: Any, truth: Truth) -> None:
     """Catches a gate of another token, a forgotten state, a stop that is late, and decisions of another request."""
-    assert_all(run_all(llm, truth[0]), truth)
+    check_all(run_all(llm, truth[0]), truth[1])
 
 
 def test_adjacent_ranges_trace_as_one(llm: Any, truth: Truth) -> None:
@@ -139,14 +130,14 @@ def test_comparison_detects_a_late_gate(llm: Any, truth: Truth, monkeypatch: pyt
 
     monkeypatch.setattr(WorkerSteeringManager, "_begin_records", late)
     with pytest.raises(AssertionError):
-        assert_all(run_all(llm, {"previous": truth[0]["previous"]}), truth)
+        check_all(run_all(llm, {"previous": truth[0]["previous"]}), truth[1])
 
 
 def test_comparison_detects_a_forgotten_latch(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a latch that only looks at the last token must be noticed."""
     monkeypatch.setattr(step_records, "LATCH", 99)
     with pytest.raises(AssertionError):
-        assert_all(run_all(llm, {"latch": truth[0]["latch"]}), truth)
+        check_all(run_all(llm, {"latch": truth[0]["latch"]}), truth[1])
 
 
 def test_comparison_detects_a_late_stop(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +150,7 @@ def test_comparison_detects_a_late_stop(llm: Any, truth: Truth, monkeypatch: pyt
 
     monkeypatch.setattr(RecordKeeper, "receive", late)
     with pytest.raises(AssertionError):
-        assert_all(run_all(llm, {"stop": truth[0]["stop"]}), truth)
+        check_all(run_all(llm, {"stop": truth[0]["stop"]}), truth[1])
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +164,7 @@ def crowded(tiny_llama: Path, llm: Any) -> Iterator[tuple[Any, list[Any]]]:
 def test_preemption_and_chunked_prefill(crowded: tuple[Any, list[Any]], truth: Truth) -> None:
     """Catches state that is lost with a chunk, in a preemption, or behind a prefix-cache hit."""
     engine, preempted = crowded
-    assert_all(run_all(engine, truth[0]), truth)
+    check_all(run_all(engine, truth[0]), truth[1])
     assert preempted
 
 
@@ -234,7 +225,7 @@ def test_preempted_requests_repeat_their_decisions(
     outputs = run_all(engine, {name: truth[0][name] for name in names})
     assert changed
     with pytest.raises(AssertionError):
-        assert_all(outputs, truth)
+        check_all(outputs, truth[1])
 
 
 def test_comparison_detects_a_missing_replay(
@@ -245,4 +236,4 @@ def test_comparison_detects_a_missing_replay(
     monkeypatch.setattr(RecordKeeper, "_replay", lambda *_: None)
     names = ("latch", "previous", "latch, release", "prompt, mean")
     with pytest.raises(AssertionError):
-        assert_all(run_all(engine, {name: truth[0][name] for name in names}), truth)
+        check_all(run_all(engine, {name: truth[0][name] for name in names}), truth[1])

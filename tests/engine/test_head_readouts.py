@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.steps import make_tables
 from vllm_steer import SamplingParams
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.head_readouts import HeadReadouts
@@ -16,7 +17,6 @@ from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.ops import DeviceOps
-from vllm_steer.taps.tables import Tables
 
 LAYERS, POINTS, HIDDEN = 4, 3, 8
 SITE = {"point": "post_block", "layer": 1, "positions": "all"}
@@ -25,10 +25,7 @@ SITE = {"point": "post_block", "layer": 1, "positions": "all"}
 def ready(readouts: dict[str, Any], tokens: int = 3, *, speculative: bool) -> tuple[ProgramStore, StepBatch]:
     """Return the programs of one request with readouts, and its first step."""
     config = SteeringConfig(capture_rows=16)
-    tables = Tables(
-        config, num_sites=LAYERS * POINTS, hidden_size=HIDDEN, max_tokens=8, max_requests=2, dtype=torch.float32,
-        device=torch.device("cpu"), drafts=2 * speculative,
-    )  # fmt: skip
+    tables = make_tables(config, num_sites=LAYERS * POINTS, max_requests=2, drafts=2 * speculative)
     store = ProgramStore(tables, config, LAYERS, range(LAYERS))
     store.add("a", 1, SamplingParams(readouts=readouts), tokens)
     store.flush()

@@ -10,23 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.steps import make_tables
 from vllm_steer import Edit, SamplingParams, SteeringConfig
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.ops import DeviceOps
-from vllm_steer.taps.tables import Tables
 
 HIDDEN, LAYERS, SITES, SLOT, PROMPT_LEN = 8, 3, 9, 1, 6
 
 
 def make_manager() -> WorkerSteeringManager:
     config = SteeringConfig(max_rows=8, max_vectors=8, max_instructions=64, capture_rows=8)
-    tables = Tables(
-        config, num_sites=SITES, hidden_size=HIDDEN, max_tokens=32, max_requests=4, dtype=torch.float32,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    tables = make_tables(config, num_sites=SITES, max_tokens=32)
     decoder: Any = None
     return WorkerSteeringManager(
         decoder, ProgramStore(tables, config, LAYERS), MagicMock(), DeviceOps(), {}, heads={}, no_lens=None,

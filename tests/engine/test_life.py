@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.answers import chosen_logprobs, logprobs_of, params, prompt, run, tokens_of
+from tests.engine.answers import chosen_logprobs, finish, logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture
 from tests.engine.conftest import close, opened
 from tests.engine.crowded import crowded_engine
@@ -145,8 +145,7 @@ def test_aborted_requests_release_their_room(tiny_llama: Path) -> None:
         allocator = scheduler_of(llm).steering_allocator
         assert allocator.in_use[0] == 2
         engine.abort_request([str(i) for i in range(6)])
-        while engine.has_unfinished_requests():
-            engine.step()
+        finish(engine)
         assert allocator.in_use == (0, 0, 0, 0)
         run(llm, [prompt(1, 2, 3)], [params(2)])
         assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.store.num_with_program == 0

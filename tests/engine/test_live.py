@@ -13,7 +13,7 @@ import torch
 from vllm import envs
 
 from tests.engine import hf
-from tests.engine.answers import params, prompt, tokens_of
+from tests.engine.answers import finish, params, prompt, tokens_of
 from tests.engine.record_cases import GENERATED, PROMPTS, READOUTS, add
 from tests.engine.record_reference import Reference
 from vllm_steer import SteeringError
@@ -111,8 +111,7 @@ def test_refused(llm: Any, request_id: str, strengths: dict[str, float], field: 
     with pytest.raises(SteeringError) as refused:
         llm.set_strength(request_id, **strengths)
     assert refused.value.field == field
-    while engine.has_unfinished_requests():
-        engine.step()
+    finish(engine)
 
 
 def live_ids(engine: Any, request_id: str) -> list[str]:
@@ -131,11 +130,9 @@ def test_worker_reports_preempted_and_ended_requests(llm: Any) -> None:
     assert before > 3
     assert llm.reset_prefix_cache(reset_running_requests=True)
     assert llm.set_strength("two", calm=0.5) >= before
-    while engine.has_unfinished_requests():
-        engine.step()
+    finish(engine)
     engine.add_request("three", prompt(1, 2, 3), params(1))
-    while engine.has_unfinished_requests():
-        engine.step()
+    finish(engine)
     assert llm.collective_rpc("steering_set_strength", args=(ended, {"calm": 1.0})) == [[-1]]
 
 
@@ -149,8 +146,7 @@ def test_reused_id_starts_with_its_own_strengths(llm: Any, monkeypatch: pytest.M
         engine.step()
         if not number:
             llm.set_strength("again", calm=3.0)
-        while engine.has_unfinished_requests():
-            (output,) = engine.step()
+        (output,) = finish(engine).values()
         strengths = output.outputs[0].steering_trace.live["calm"]
         assert strengths.tolist() == ([3.0] if not number else [1.0]) * len(strengths)
     engine.add_request("other", prompt(1, 2, 3), params(1))
@@ -172,19 +168,18 @@ def test_strength_before_the_first_step_of_a_reused_id(
     def submit(name: str) -> None:
         engine.add_request(name, prompt(1, 2, 3), params(6, steering=[add(live="calm")]))
 
-    def finish() -> Any:
-        while engine.has_unfinished_requests():
-            (output,) = engine.step()
+    def strengths() -> Any:
+        (output,) = finish(engine).values()
         return output.outputs[0].steering_trace.live["calm"]
 
     submit("early")
-    finish()
+    strengths()
     if steps_between:
         submit("other")
-        finish()
+        strengths()
     submit("early")
     assert llm.set_strength("early", calm=2.5) == 0
-    assert set(finish()) == {2.5}
+    assert set(strengths()) == {2.5}
 
 
 def test_samples_change_together(llm: Any) -> None:
@@ -214,7 +209,7 @@ def test_no_prompt_is_split(llm: Any, preempted: bool, monkeypatch: pytest.Monke
         fields = {"steering": edits, "capture": rows, "n": n, "temperature": 1.0}
         engine.add_request(name, prompt(*range(1, length + 1)), params(4, **fields))
 
-    def finish() -> dict[int, Any]:
+    def samples_at_end() -> dict[int, Any]:
         samples: dict[int, Any] = {}
         while engine.has_unfinished_requests():
             samples |= {sample.index: sample for output in engine.step() for sample in output.outputs}
@@ -227,7 +222,7 @@ def test_no_prompt_is_split(llm: Any, preempted: bool, monkeypatch: pytest.Monke
     for strength in (1.0, 2.5):
         submit(f"whole {strength}", 1)
         llm.set_strength(f"whole {strength}", calm=strength)
-        expected.append(prompt_rows(finish()[0]))
+        expected.append(prompt_rows(samples_at_end()[0]))
     monkeypatch.setattr(engine.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 16)
     submit("split", 2)
     engine.step()
@@ -237,7 +232,7 @@ def test_no_prompt_is_split(llm: Any, preempted: bool, monkeypatch: pytest.Monke
         engine.step()
         assert llm.reset_prefix_cache(reset_running_requests=True)
         assert llm.set_strength("split", calm=2.5).positions[0] == length
-    samples = finish()
+    samples = samples_at_end()
     for number, rows_of_prompt in enumerate(expected):
         torch.testing.assert_close(prompt_rows(samples[number]), rows_of_prompt, rtol=0, atol=1e-4)
         trace = samples[number].steering_trace
@@ -269,8 +264,7 @@ def test_reused_id_shares_no_blocks(llm: Any, monkeypatch: pytest.MonkeyPatch) -
     for name, strength in (("blocks", 8.0), ("blocks", 0.0), ("fresh", 0.0)):
         engine.add_request(name, prompt(*tokens), params(6, steering=[add(live="calm", tokens="all", strength=4.0)]))
         llm.set_strength(name, calm=strength)
-        while engine.has_unfinished_requests():
-            (output,) = engine.step()
+        (output,) = finish(engine).values()
         assert not output.num_cached_tokens
         answers.append(tokens_of(output))
     assert answers[0] != answers[1] == answers[2]

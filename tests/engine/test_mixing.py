@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
+from tests.engine.answers import finish, logprobs_of, params, prompt, run, tokens_of
 from tests.tiny import LAYERS, VOCAB, direction
 from vllm_steer import Edit, SamplingParams
 
@@ -171,8 +171,7 @@ def test_request_ids_with_a_common_prefix_are_distinct(llm: Any) -> None:
     for name, each in wanted.items():
         engine.add_request(name, p, each)
     done = {}
-    while engine.has_unfinished_requests():
-        done.update({o.request_id: o for o in engine.step() if o.finished})
+    done.update(finish(engine))
     for name, each in wanted.items():
         alone = run(llm, [p], [each])[0]
         np.testing.assert_allclose(logprobs_of(done[name]), logprobs_of(alone), atol=1e-4, err_msg=name)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine import hf
 from tests.engine.answers import params, prompt, run
-from tests.engine.record_cases import GENERATED, PROMPTS, add, check
+from tests.engine.record_cases import GENERATED, PROMPTS, add, check_all, expect, run_all
 from tests.engine.record_reference import Expected, Reference
 from tests.tiny import HIDDEN
 from vllm_steer import SteeringError
@@ -63,27 +63,14 @@ def truth(tiny_llama: Path) -> Truth:
     )
     bounds["tanh"] = (maxima[1] + maxima[2]) / 2
     made = cases(bounds)
-    expected = {
-        (name, number): reference.run(tokens, GENERATED, READOUTS, case.get("edits", ()), case.get("stops", ()))
-        for name, case in made.items()
-        for number, tokens in enumerate(CHOSEN)
-    }
-    return made, expected
+    return made, expect(reference, made, CHOSEN, READOUTS)
 
 
 def compare(llm: Any, truth: Truth, probes: Mapping[str, Any] | None = None) -> None:
     """Run the cases, with other values of ``probe`` if ``probes`` has them, and compare them with the reference."""
-    keys = list(truth[1])
     given = {name: each["probe"] for name, each in READOUTS.items()} if probes is None else probes
-    readouts = {name: {**each, "probe": given[name], "positions": "all"} for name, each in READOUTS.items()}
-    wanted = [
-        params(GENERATED, logprobs=None, readouts=readouts, steering=truth[0][name].get("edits"),
-               stop_on=truth[0][name].get("stops"))
-        for name, _ in keys
-    ]  # fmt: skip
-    outputs = run(llm, [prompt(*CHOSEN[number]) for _, number in keys], wanted)
-    for (name, number), output in zip(keys, outputs, strict=True):
-        check(output, truth[1][name, number], len(CHOSEN[number]), f"{name}, prompt {number}")
+    readouts = {name: {**each, "probe": given[name]} for name, each in READOUTS.items()}
+    check_all(run_all(llm, truth[0], CHOSEN, readouts=readouts), truth[1], CHOSEN)
 
 
 def test_cases_are_decided(truth: Truth) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
+from tests.engine.answers import finish, logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.tiny import VOCAB, direction
 from vllm_steer.capture import row_assembler
@@ -67,8 +67,7 @@ def ids_that_begin_alike_stay_apart(llm: Any) -> None:
     for name, each in wanted.items():
         engine.add_request(name, P, each)
     done = {}
-    while engine.has_unfinished_requests():
-        done.update({output.request_id: output for output in engine.step() if output.finished})
+    done.update(finish(engine))
     for name, each in wanted.items():
         np.testing.assert_allclose(logprobs_of(done[name]), logprobs_of(run(llm, [P], [each])[0]), atol=1e-3)
 
@@ -174,5 +173,4 @@ def test_check_passes_and_finds_the_failure(
         check(llm)
     monkeypatch.undo()
     llm.reset_prefix_cache()
-    while llm.llm_engine.has_unfinished_requests():
-        llm.llm_engine.step()
+    finish(llm.llm_engine)

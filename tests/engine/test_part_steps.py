@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from tests.engine.steps import make_tables
 from vllm_steer import Edit, SamplingParams, SteeringConfig
 from vllm_steer.engine.head_readouts import HeadReadouts
 from vllm_steer.engine.program_store import ProgramStore
@@ -18,7 +19,6 @@ from vllm_steer.taps import records as step_records
 from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
 from vllm_steer.taps.ops import DeviceOps
 from vllm_steer.taps.reference import apply_tap
-from vllm_steer.taps.tables import Tables
 
 HIDDEN, UNITS, START, END, SLOT = 8, 5, 60, 70, 1
 TOKENS = [1, START, 5, 8, 9, END, 4, START, END, END, 3, START, START, 2]
@@ -29,10 +29,7 @@ def test_parts_and_probes_step_by_step() -> None:
     """Catches a marker that counts one token late, a column of another token, and a state that a step loses."""
     rng = np.random.default_rng(0)
     config = SteeringConfig(max_rows=16, max_vectors=64, max_instructions=64, capture_rows=64, record_columns=16)
-    tables = Tables(
-        config, num_sites=12, hidden_size=HIDDEN, max_tokens=8, max_requests=4, dtype=torch.float32,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    tables = make_tables(config)
     store = ProgramStore(tables, config, 4, range(4))
     weights = rng.standard_normal((UNITS, HIDDEN)).astype("f4")
     biases, outputs = rng.standard_normal((2, UNITS)).astype("f4")
@@ -100,10 +97,7 @@ def test_state_of_a_resumed_request() -> None:
     )
     bind_request(request, SimpleNamespace(tokenizer=None), PartMarkers(None, {}, ""))
     config = SteeringConfig(record_columns=16)
-    tables = Tables(
-        config, num_sites=12, hidden_size=HIDDEN, max_tokens=8, max_requests=4, dtype=torch.float32,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    tables = make_tables(config)
     store = ProgramStore(tables, config, 4, range(4))
     store.add("x", SLOT, request.sampling_params, PROMPT_LEN)
     found = store.resolved_of("x").records

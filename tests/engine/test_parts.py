@@ -14,7 +14,7 @@ from tests.engine import hf
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.conftest import opened
 from tests.engine.crowded import crowded_engine
-from tests.engine.record_cases import READOUTS, add, bounds_of, check
+from tests.engine.record_cases import READOUTS, add, bounds_of, check_all, expect, run_all
 from tests.engine.record_reference import Expected, Reference
 from vllm_steer import SteeringError
 from vllm_steer.engine.record_keeper import RecordKeeper
@@ -69,14 +69,7 @@ def truth(tiny_llama: Path) -> Truth:
     reference.run(PROMPTS[0], 1, READOUTS)
     bias = {token: 1.5 * float(reference._logits.std()) for pair in PARTS.values() for token in pair}
     made = cases(bounds_of(reference))
-    expected = {
-        (name, number): reference.run(
-            tokens, GENERATED, READOUTS, case.get("edits", ()), case.get("stops", ()), bias=bias
-        )
-        for name, case in made.items()
-        for number, tokens in enumerate(PROMPTS)
-    }
-    return made, expected, bias
+    return made, expect(reference, made, PROMPTS, generated=GENERATED, bias=bias), bias
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +79,8 @@ def llm(tiny_llama: Path) -> Iterator[Any]:
 
 
 def run_cases(llm: Any, truth: Truth, names: Any) -> None:
-    keys = [(name, number) for name in names for number in range(len(PROMPTS))]
-    readouts = {name: {**each, "positions": "all"} for name, each in READOUTS.items()}
-    wanted = [
-        params(
-            GENERATED, logprobs=None, readouts=readouts, logit_bias=truth[2], steering=truth[0][name].get("edits"),
-            stop_on=truth[0][name].get("stops"),
-        )
-        for name, _ in keys
-    ]  # fmt: skip
-    outputs = run(llm, [prompt(*PROMPTS[number]) for _, number in keys], wanted)
-    for (name, number), output in zip(keys, outputs, strict=True):
-        check(output, truth[1][name, number], len(PROMPTS[number]), f"{name}, prompt {number}")
+    made = {name: truth[0][name] for name in names}
+    check_all(run_all(llm, made, PROMPTS, generated=GENERATED, logit_bias=truth[2]), truth[1], PROMPTS)
 
 
 def test_cases_are_decided(truth: Truth) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from tests.engine.steps import make_tables
 from vllm_steer import SamplingParams
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.program_store import ProgramStore
@@ -25,10 +25,7 @@ def steered(layer: int, value: float) -> Any:
 
 def made() -> tuple[Tables, ProgramStore]:
     config = SteeringConfig(max_rows=8, max_vectors=8, max_instructions=8, capture_rows=1)
-    tables = Tables(
-        config, num_sites=LAYERS * POINTS, hidden_size=HIDDEN, max_tokens=4, max_requests=4, dtype=torch.float32,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    tables = make_tables(config, num_sites=LAYERS * POINTS, max_tokens=4)
     return tables, ProgramStore(tables, config, LAYERS, range(LAYERS))
 
 

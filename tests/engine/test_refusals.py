@@ -11,7 +11,7 @@ import pytest
 from vllm import LLM as VllmLLM
 from vllm.sampling_params import BeamSearchParams
 
-from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.answers import finish, params, prompt, run, tokens_of
 from tests.engine.captures import capture
 from tests.engine.test_off import worker_of
 from tests.tiny import HIDDEN, LAYERS, direction
@@ -103,8 +103,7 @@ def test_steps_of_beams_get_the_global_steering_of_the_start(llm: Any, steering:
         for step in range(2):
             llm.llm_engine.add_request(f"beam {step}", prompts[0], params(1))
             (state,) = llm.llm_engine.output_processor.request_states.values()
-            while llm.llm_engine.has_unfinished_requests():
-                (output,) = llm.llm_engine.step()
+            (output,) = finish(llm.llm_engine).values()
             programs.append((type(state), output.steering_applied))
             llm.steering.set(decode={"post_block": {2: V}})
 
@@ -155,8 +154,7 @@ def run_bad_beside_good(llm: Any, program: bytes) -> dict[str, Any]:
     engine.add_request("bad", prompt(1, 2, 3), params(extra_args={PROGRAM_KEY: program}))
     engine.add_request("good", prompt(1, 2, 3), params())
     done = {}
-    while engine.has_unfinished_requests():
-        done.update({output.request_id: output for output in engine.step() if output.finished})
+    done.update(finish(engine))
     return done
 
 

@@ -13,7 +13,7 @@ import torch
 from vllm import AsyncEngineArgs, envs
 
 from tests.conformance.engine import MODES
-from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
+from tests.engine.answers import finish, logprobs_of, params, prompt, run, tokens_of
 from tests.engine.conftest import opened
 from tests.engine.hf import load
 from tests.engine.test_replace import TOLERANCE, expected
@@ -219,8 +219,7 @@ def test_refusals(llm: Any) -> None:
     llm.llm_engine.add_request("running", prompt(1, 2), params(2))
     with pytest.raises(SteeringError, match="requests are running"):
         llm.register_hook(nothing, "post_block", 1)
-    while llm.llm_engine.has_unfinished_requests():
-        llm.llm_engine.step()
+    finish(llm.llm_engine)
     handle = llm.register_hook(nothing, "post_block", "all")
     handle.remove()
     handle.remove()

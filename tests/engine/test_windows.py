@@ -47,8 +47,7 @@ def test_resumed_request_computes_its_captured_tokens(tiny_llama: Path, window: 
     scheduler = scheduler_harness.make(made, blocks=60, window=window)
     tokens = list(range(1, 86))
     scheduler.add_request(scheduler_harness.request("cached", tokens, 1))
-    while scheduler.has_unfinished_requests():
-        scheduler_harness.finish_step(scheduler, scheduler.schedule())
+    scheduler_harness.finish(scheduler)
     read = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_generated"}}
     resumed = scheduler_harness.request("resumed", tokens[:50], 60, capture=read)
     scheduler.add_request(resumed)
