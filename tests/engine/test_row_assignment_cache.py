@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.tiny import direction
 from vllm_steer import Edit
-from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
+from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 
 STEP: dict[str, Any] = {
@@ -29,21 +30,33 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-def test_equal_steps_reuse_the_assignment() -> None:
+def keeps_rows(
+    manager: Any, version: int, num_padded: int, request_slot: Any, count: Any, *, in_last_segments: bool
+) -> bool:
+    layout: Any = None
+    manager.store.changes = version
+    batch = StepBatch(layout, [], request_slot, count, count, num_padded)
+    return WorkerSteeringManager._keeps_rows(manager, batch, in_last_segments=in_last_segments)
+
+
+@pytest.fixture
+def manager() -> Any:
+    return SimpleNamespace(store=SimpleNamespace(), _assigned=None)
+
+
+def test_equal_steps_reuse_the_assignment(manager: Any) -> None:
     """Catches an assignment that is never reused, or reused after an idle step cleared it."""
-    assigned = RowAssignmentCache()
-    assert [assigned.is_valid(**STEP) for _ in range(3)] == [False, True, True]
-    assigned.invalidate()
-    assert [assigned.is_valid(**STEP) for _ in range(2)] == [False, True]
+    assert [keeps_rows(manager, **STEP) for _ in range(3)] == [False, True, True]
+    manager._assigned = None
+    assert [keeps_rows(manager, **STEP) for _ in range(2)] == [False, True]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
-def test_different_steps_do_not(other: dict[str, Any]) -> None:
+def test_different_steps_do_not(manager: Any, other: dict[str, Any]) -> None:
     """Catches rows of another batch that are reused, also in the step after it."""
-    assigned = RowAssignmentCache()
-    assigned.is_valid(**STEP)
-    assert not assigned.is_valid(**{**STEP, **other})
-    assert not assigned.is_valid(**STEP)
+    keeps_rows(manager, **STEP)
+    assert not keeps_rows(manager, **{**STEP, **other})
+    assert not keeps_rows(manager, **STEP)
 
 
 def run_changing_batch(llm: Any) -> list[list[np.ndarray]]:
@@ -81,15 +94,15 @@ def test_reuse_does_not_change_outputs(llm: Any, monkeypatch: pytest.MonkeyPatch
     kept = len(launched)
     launched.clear()
     never: Callable[..., bool] = lambda self, *args, **kwargs: False  # noqa: E731
-    monkeypatch.setattr(RowAssignmentCache, "is_valid", never)
+    monkeypatch.setattr(WorkerSteeringManager, "_keeps_rows", never)
     run_changing_batch(llm)
     assert kept < 0.7 * len(launched)
 
     def always(self: Any, *args: Any, **kwargs: Any) -> bool:
-        self._key, before = "rows", self._key
+        self._assigned, before = "rows", self._assigned
         return before is not None
 
-    monkeypatch.setattr(RowAssignmentCache, "is_valid", always)
+    monkeypatch.setattr(WorkerSteeringManager, "_keeps_rows", always)
     together, _ = run_changing_batch(llm)
     with pytest.raises(AssertionError):
         for one, other in zip(together, alone, strict=True):

@@ -130,7 +130,7 @@ class SteeringSchedulerMixin:
             raise SteeringError("capture", impossible)
         self._with_program[request.request_id] = resolved
         records = resolved.records
-        if records is not None and records.replays:
+        if records is not None and records.has_state:
             # Of `min_tokens` generated tokens, the last one is the first with which generation may stop.
             first_stop = request.num_prompt_tokens + request.sampling_params.min_tokens - 1
             self.steering_records.add_request(request.request_id, first_stop)

@@ -8,7 +8,7 @@ the runner in use.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
@@ -23,7 +23,6 @@ from vllm_steer.engine.head_readouts import HeadReadouts
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.record_copy import RecordCopy
 from vllm_steer.engine.record_keeper import replays_of
-from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
 from vllm_steer.engine.row_capture import RowCapture
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.metrics.engine_stats import WorkerStats
@@ -109,7 +108,8 @@ class WorkerSteeringManager:
         self._speculative = speculative
         # Tokens whose row on the device may not be 0.
         self._num_assigned = 0
-        self._assigned = RowAssignmentCache()
+        # What the row assignment on the device depends on; None if it is not valid for another step.
+        self._assigned: Hashable = None
         self.hooks = self.tables.hooks
         # Whether the arena offsets on the device belong to the current assignment.
         self._offsets_assigned = False
@@ -158,9 +158,7 @@ class WorkerSteeringManager:
         first = np.zeros_like(batch.first) if self._speculative else batch.first
         stop = batch.first + batch.count
         in_last_segments = not self._speculative and bool((first >= store.last_segment[batch.request_slot]).all())
-        if not self._assigned.is_valid(
-            store.changes, batch.num_padded, batch.request_slot, batch.count, in_last_segments=in_last_segments
-        ):
+        if not self._keeps_rows(batch, in_last_segments=in_last_segments):
             if not store.active_ranges.overlap(batch.request_slot, first, stop).any():
                 self.begin_idle_step()
                 if store.num_recorded:
@@ -184,6 +182,19 @@ class WorkerSteeringManager:
                 self._offsets_assigned = True
             self.capture.plan(batch, capturing)
             self.heads.plan(batch, capturing)
+
+    def _keeps_rows(self, batch: StepBatch, *, in_last_segments: bool) -> bool:
+        """Return whether the last row assignment is valid for this step. If not, the caller assigns rows for this step.
+
+        When every request of a decoding batch has reached its last segment, the batch takes the same rows in every
+        step. They then depend only on the programs in the tables, the place of each request in the batch, and the
+        number of its tokens.
+        """
+        before, self._assigned = self._assigned, None
+        if in_last_segments:
+            slots, count = batch.request_slot.tobytes(), batch.count.tobytes()
+            self._assigned = self.store.changes, batch.num_padded, slots, count
+        return self._assigned is not None and self._assigned == before
 
     def _begin_records(self, batch: StepBatch, first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> None:
         store = self.store
@@ -230,7 +241,7 @@ class WorkerSteeringManager:
     def begin_idle_step(self) -> None:
         """Prepare a forward pass without steered or captured requests: a plain step, a dummy or a capture run."""
         self.store.flush()
-        self._assigned.invalidate()
+        self._assigned = None
         if self._num_assigned:
             clear_rows(self.tables, self._num_assigned)
             self._num_assigned = 0

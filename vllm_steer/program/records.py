@@ -14,7 +14,7 @@ from math import inf, nan
 import msgspec
 
 from vllm_steer.program.compiled_part import MAX_BREAKS, NO_TOKEN, CompiledPart
-from vllm_steer.request import OPEN_END, Selector
+from vllm_steer.request import Selector
 from vllm_steer.request.selector import Wire
 
 TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, MEAN, MAX, EMA, HELD, PART, STOP = range(1, 13)
@@ -160,19 +160,13 @@ class RequestRecords:
     """First position whose record leaves the device."""
     record_stop: int
     has_state: bool
-    """Whether the request needs factors at the start of a step or its state folded after it."""
-    replays: bool
-    """Whether decisions are kept for a preemption."""
+    """Whether the request needs factors at the start of a step or its state folded after it, and so decisions are kept
+    for a preemption."""
 
     @property
     def feeds_back(self) -> bool:
         """Whether the readout of a generated token decides about edits of later ones."""
         return any(each.kind not in OF_PROMPT and each.kind != STOP for each in self.conditions)
-
-    @property
-    def open(self) -> bool:
-        """Whether records leave the device until the request ends."""
-        return self.record_stop == OPEN_END
 
 
 def stop_reason(name: str, position: int, value: float) -> str:

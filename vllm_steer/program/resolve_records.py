@@ -123,7 +123,6 @@ def resolve_records(program: Program, prompt_len: int) -> RequestRecords:
         min(starts),
         max(stops),
         gated or bool(conditions),
-        gated or bool(conditions),
     )
 
 
