@@ -14,11 +14,12 @@ from vllm_steer.engine.capabilities import EXCEEDS
 from vllm_steer.request.selector import OPEN_END
 from vllm_steer.testing.fuzz.answers import READOUT, Answer, Sample
 from vllm_steer.testing.fuzz.drive import Run
-from vllm_steer.testing.fuzz.ties import first_undecided
-from vllm_steer.testing.fuzz.workload import LOWEST_TEMPERATURE, Request
+from vllm_steer.testing.fuzz.workload import LOWEST_TEMPERATURE, Form, Request
 
 _NO_CHECK = "the self-check, which proves the final norm, was skipped"
 """Part of the refusal of a lens in an engine whose steps are too small for the self-check."""
+_COSINE = 0.1
+"""Typical size of a cosine."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def compare(request: Request, got: Answer, right: Answer, tolerance: Tolerance, 
 def _compare_sample(request: Request, got: Sample, right: Sample, tolerance: Tolerance, counts: Counts) -> str | None:
     # Sampling at this temperature picks a token that is less likely by d with odds of exp(-d / LOWEST_TEMPERATURE).
     tie = tolerance.tie if request.n == 1 else tolerance.tie + 25 * LOWEST_TEMPERATURE
-    undecided = first_undecided(request, right, 2.5 * tolerance.row)
+    undecided = _first_undecided(request, right, 2.5 * tolerance.row)
     # The token behind that position is the last one that does not depend on it.
     certain = max(undecided + 1 - len(request.prompt), 0)
     counts.undecided += certain <= len(right.tokens)
@@ -195,3 +196,33 @@ def _compare_rows(
             difference = f"the row differs by {float(distance[bad[0]]):.3g} of its norm ({len(bad)} such rows)"
             return f"{point}[{layer}] at {where}: {difference}"
     return None
+
+
+def _bounds_of(condition: Form) -> list[float]:
+    """Return the bound of a condition or of its release, in a list."""
+    return [condition[name] for name in ("above", "below") if name in condition]
+
+
+def _first_undecided(request: Request, right: Sample, tolerance: float) -> int:
+    """Return the first position with a score that is too close to a bound, :data:`OPEN_END` if there is none.
+
+    Such a score may be beyond its bound in one correct engine and not in another. What follows the position is not
+    compared. Soft gates and averages, whose factors are continuous, have no ties.
+
+    Args:
+        request: The request.
+        right: A sample of the reference, with the scores of all positions.
+        tolerance: Relative difference of scores.
+    """
+    first = OPEN_END
+    for condition in request.conditions:
+        if "sharpness" in condition:
+            continue
+        positions, values = right.rows[condition["readout"], READOUT]
+        cosine = request.readouts[condition["readout"]].get("cosine")
+        for bound in (*_bounds_of(condition), *_bounds_of(condition.get("release", {}))):
+            size = _COSINE if cosine else max(1.0, abs(bound))
+            close = ((values[:, 0] - bound).abs() <= tolerance * size).nonzero().flatten()
+            if len(close):
+                first = min(first, positions[int(close[0])])
+    return first
