@@ -8,7 +8,7 @@ from typing import Any
 from vllm_steer.request import KINDS
 from vllm_steer.request.hidden_layer import ACTIVATIONS
 from vllm_steer.testing.fuzz.draw_reactive import draw_part, draw_reactive, probe_form
-from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers
+from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers, pick
 from vllm_steer.testing.fuzz.workload import SAE, TIERS, Form, Request, Settings
 
 MAX_MODEL_LEN = 256
@@ -35,24 +35,18 @@ def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
         if requests and rng.random() < 0.15:
             resolved = [r for r in requests[-24:] if r.grows is None and r.n == 1 and r.abort_after is None]
             if resolved:
-                parent = resolved[int(rng.integers(len(resolved)))]
+                parent = pick(rng, resolved)
                 grows, keep = parent.name, int(rng.integers(1, min(parent.max_tokens, 40) + 1))
                 if rng.random() < 0.6:
                     options = {"edits": parent.edits, "salt": parent.salt}
                     if any("when" in edit for edit in parent.edits):
                         options["readouts"] = _named(parent.readouts)
-        prefix = (
-            prefixes[int(rng.integers(NUM_PREFIXES))][: int(rng.choice([20, 64, PREFIX_LENGTH]))]
-            if rng.random() < 0.6
-            else []
-        )
+        prefix = pick(rng, prefixes)[: int(rng.choice([20, 64, PREFIX_LENGTH]))] if rng.random() < 0.6 else []
         if not options and rng.random() < 0.55:
             # Requests with equal programs share table rows and cache blocks.
-            options["edits"] = (
-                programs[int(rng.integers(len(programs)))] if rng.random() < 0.5 else _draw_edits(rng, facts)
-            )
+            options["edits"] = pick(rng, programs) if rng.random() < 0.5 else _draw_edits(rng, facts)
         if rng.random() < 0.2:
-            options["globally"] = global_sets[int(rng.integers(len(global_sets)))]
+            options["globally"] = pick(rng, global_sets)
         if rng.random() < 0.45:
             options["capture"] = _draw_capture(rng, facts)
         if options.get("edits") and rng.random() < 0.25 and all(map(_fits_module, options["edits"])):
@@ -60,7 +54,7 @@ def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
         if rng.random() < 0.15:
             options["stream"] = True
         if not options.get("salt") and rng.random() < 0.1:
-            options["salt"] = "ab"[int(rng.integers(2))]
+            options["salt"] = pick(rng, "ab")
         given: dict[str, Form] = options.get("readouts", {})
         drawn = _draw_readouts(rng.spawn(1)[0], facts)
         options["readouts"] = given | {f"r{number}": each for number, each in enumerate(drawn, len(given))}
@@ -140,12 +134,12 @@ def _fits_module(edit: Form) -> bool:
 def _draw_edits(rng: Random, facts: ModelFacts) -> list[Form]:
     edits = []
     for _ in range(int(rng.choice([1, 1, 2, 3]))):
-        kind, field = "add", TIERS[int(rng.integers(3))]
+        kind, field = "add", pick(rng, TIERS)
         given: dict[str, Any] = {}
         if rng.random() < 0.6:
             field = "steering"
             kind = str(rng.choice([kind.name for kind in KINDS.values() if set(kind.params) <= DRAWN_PARAMETERS]))
-            given["tokens"] = EDIT_TOKENS[int(rng.integers(len(EDIT_TOKENS)))]
+            given["tokens"] = pick(rng, EDIT_TOKENS)
         edit = draw_edit(rng, facts, field, kind, **given)
         if kind == "clamp":
             bound = str(rng.choice(["low", "high"]))
@@ -154,7 +148,7 @@ def _draw_edits(rng: Random, facts: ModelFacts) -> list[Form]:
             drawn = rng.spawn(1)[0]
             seed = edit["vector"]["seed"]
             if drawn.random() < 0.5:
-                edit["tokens"] = MATRIX_TOKENS[int(drawn.integers(len(MATRIX_TOKENS)))]
+                edit["tokens"] = pick(drawn, MATRIX_TOKENS)
                 edit["vector"]["rows"] = len(edit["tokens"])
             if directions := int(drawn.choice([0, 0, 1, 3])):
                 edit["subspace"] = {"seed": seed + 99, "rows": directions, "length": 1.0}
@@ -171,12 +165,7 @@ def _draw_global_edits(rng: Random, facts: ModelFacts) -> list[Form]:
 def _draw_readouts(rng: Random, facts: ModelFacts) -> list[Form]:
     """Draw a probe, a lens, both or, mostly, nothing; in place of the probe also projections or features."""
     drawn = [
-        (
-            draw_layers(rng, facts, 2),
-            POSITIONS[int(rng.integers(len(POSITIONS)))],
-            int(rng.integers(1 << 30)),
-            is_lens,
-        )
+        (draw_layers(rng, facts, 2), pick(rng, POSITIONS), int(rng.integers(1 << 30)), is_lens)
         for is_lens in (False, True)
         if rng.random() < 0.2
     ]
@@ -207,11 +196,11 @@ def _draw_capture(rng: Random, facts: ModelFacts) -> Form:
     else:
         points = rng.choice(facts.points, int(rng.integers(1, len(facts.points) + 1)), replace=False)
         hooks = {str(point): draw_layers(rng, facts, 3) for point in points}
-    spec: Form = {"hooks": hooks, "positions": POSITIONS[int(rng.integers(len(POSITIONS)))]}
+    spec: Form = {"hooks": hooks, "positions": pick(rng, POSITIONS)}
     if rng.random() < 0.25:
         spec["before"] = True
     if rng.random() < 0.2:
         spec["dtype"] = "float32"
     directions = {"directions": {"seed": 0, "rows": NUM_DIRECTIONS, "length": 1.0}}
-    reduce = [None, None, None, "mean", "last", directions][int(rng.integers(6))]
+    reduce = pick(rng, [None, None, None, "mean", "last", directions])
     return spec if reduce is None else {**spec, "reduce": reduce}

@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.request.hidden_layer import ACTIVATIONS
-from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers
+from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers, pick
 from vllm_steer.testing.fuzz.workload import NUM_FEATURES, SAE, Form
 
 WINDOWS: tuple[dict[str, Any], ...] = (
@@ -128,15 +128,15 @@ def _draw_gate(
 
 
 def _draw_gated_edit(rng: Random, facts: ModelFacts, name: str, readout: Form) -> Form:
-    window = WINDOWS[int(rng.integers(len(WINDOWS)))]
+    window = pick(rng, WINDOWS)
     while activation_of(readout) and window["window"] == "token":
         # Its value comes after the forward pass.
-        window = WINDOWS[int(rng.integers(len(WINDOWS)))]
+        window = pick(rng, WINDOWS)
     in_parts = window["window"] in ("previous", "latch") and window.get("over") != "mean"
     if in_parts and rng.random() < 0.3:
         window = {**window, "positions": draw_part(rng, facts)}
     kind = str(rng.choice(["add", "add", "add_normed", "ablate"]))
-    tokens = TOKENS[int(rng.integers(len(TOKENS)))] if window["window"] == "token" else "generated"
+    tokens = pick(rng, TOKENS) if window["window"] == "token" else "generated"
     if tokens == "generated" and rng.random() < 0.25:
         tokens = draw_part(rng, facts)
     edit = draw_edit(rng, facts, "steering", kind, tokens=tokens)

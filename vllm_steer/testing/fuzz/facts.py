@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,6 +31,11 @@ class ModelFacts:
     scale: tuple[float, ...]
     points: tuple[str, ...] = points_on(())
     cuda: bool = False
+
+
+def pick(rng: Random, choices: Sequence[Any]) -> Any:
+    """Return one of several choices."""
+    return choices[int(rng.integers(len(choices)))]
 
 
 def draw_layers(rng: Random, facts: ModelFacts, most: int) -> list[int]:
