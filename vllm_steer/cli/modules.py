@@ -14,7 +14,7 @@ from vllm_steer.cli.output import check_output, group, print_table, printable
 from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
-    from vllm_steer.registry.schema import Content, ModuleInfo, ProbeInfo
+    from vllm_steer.registry.schema import Content, ModuleInfo
 
 app = group("List, show, add, export and delete named modules of a server.")
 
@@ -52,8 +52,9 @@ def show(name: Reference, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_jso
         typer.echo(f"versions: {', '.join(module.versions)}")
         if module.probes:
             typer.echo(f"probes, {module.width} wide:")
-            columns = ("probe", *ProbeInfo.model_fields)
-            print_table(columns, ((probe, *_cells(info)) for probe, info in module.content.probes.items()))
+            probes = ((probe, *info.model_dump().values()) for probe, info in module.content.probes.items())
+            cells = (tuple("" if cell is None else cell for cell in line) for line in probes)
+            print_table(("probe", *ProbeInfo.model_fields), cells)
         print_content(module.content)
         if module.streams:
             lines = ((each.point, each.layer, f"{each.length:.4g}", f"{each.strength:.4g}") for each in module.streams)
@@ -118,10 +119,6 @@ def print_content(content: Content) -> None:
     lines += [("edits", "", "", edit) for edit in content.edits]
     if lines:
         print_table(("part", "point", "layers", "edit"), lines)
-
-
-def _cells(info: ProbeInfo) -> tuple[object, ...]:
-    return tuple("" if value is None else value for value in info.model_dump().values())
 
 
 def _table_row(module: ModuleInfo) -> tuple[object, ...]:

@@ -120,19 +120,14 @@ class AsyncClient:
             The grids, as `PatchingStudy.sweep` returns them.
         """
         # Studies are received as events, because connections without data are closed during long ones.
-        async with aclosing(self._stream_study({**study, "return_file": True})) as events:
+        async with aclosing(self.stream_patch(**{**study, "return_file": True})) as events:
             async for event in events:
                 if event["event"] == "summary":
                     return study_result(event)
         raise RuntimeError("the server ended the study without a result")
 
-    async def stream_patch(self, **study: Any) -> AsyncIterator[Mapping[str, Any]]:
+    async def stream_patch(self, **study: Any) -> AsyncGenerator[Mapping[str, Any]]:
         """Run a patching study and yield its events; the arguments are those of `patch`."""
-        async with aclosing(self._stream_study(study)) as events:
-            async for event in events:
-                yield event
-
-    async def _stream_study(self, study: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
         async with aclosing(await self._send(streamed_study(study), stream=True)) as response:
             async for event in aiter_events(response.aiter_bytes()):
                 if event["event"] == "error":

@@ -44,7 +44,7 @@ def to_json(value: Any, field: str) -> Any:
     if isinstance(value, Mapping):
         value = {
             # Layers, not a vector.
-            key: item.tolist() if _has_layers(key) and hasattr(item, "tolist") else item
+            key: item.tolist() if hasattr(item, "tolist") and _has_layers(key) else item
             for key, item in value.items()
         }
         encoded = {_text(str(key), field): to_json(item, f"{field}.{key}") for key, item in value.items()}

@@ -151,20 +151,17 @@ class Client:
             The grids, as `PatchingStudy.sweep` returns them.
         """
         # Studies are received as events, because connections without data are closed during long ones.
-        with closing(self._stream_study({**study, "return_file": True})) as events:
+        with closing(self.stream_patch(**{**study, "return_file": True})) as events:
             for event in events:
                 if event["event"] == "summary":
                     return study_result(event)
         raise RuntimeError("the server ended the study without a result")
 
-    def stream_patch(self, **study: Any) -> Iterator[Mapping[str, Any]]:
+    def stream_patch(self, **study: Any) -> Generator[Mapping[str, Any]]:
         """Run a patching study and yield its events ``start``, ``cell`` (one for each cell) and ``summary``.
 
         The arguments are those of `patch`. The study ends when the iterator is closed.
         """
-        yield from self._stream_study(study)
-
-    def _stream_study(self, study: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
         with closing(self._send(streamed_study(study), stream=True)) as response:
             for event in iter_events(response.iter_bytes()):
                 if event["event"] == "error":

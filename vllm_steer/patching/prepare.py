@@ -194,7 +194,10 @@ class Preparation:
             clean_rows = self._runner.capture(pair.clean, self._with_embeddings())
         cases = []
         for draw in range(corruption.draws):
-            noise = () if corruption.noise is None else self._noise(number, clean_rows, deviation, draw)
+            noise: tuple[Edit, ...] = ()
+            if corruption.noise is not None:
+                seed, sigma = (corruption.seed, number, draw), corruption.noise * deviation
+                noise = (noised(clean_rows[EMBEDDINGS], self._subject(number), sigma, seed),)
             edits = noise if denoising else ()
             if sources is not None:
                 source = sources[number][draw]
@@ -211,11 +214,6 @@ class Preparation:
             other = case if denoising else replace(case, tokens=pair.corrupt or pair.clean, edits=noise)
             cases.append((case, None if self._ablated else other))
         return cases
-
-    def _noise(self, number: int, clean_rows: SiteRows, deviation: float, draw: int) -> tuple[Edit, ...]:
-        corruption = self._corruption
-        sigma = (corruption.noise or 0.0) * deviation
-        return (noised(clean_rows[EMBEDDINGS], self._subject(number), sigma, (corruption.seed, number, draw)),)
 
     def _subject(self, number: int) -> list[int]:
         """Return the positions of a pair's clean prompt that get noise."""

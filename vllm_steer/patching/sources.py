@@ -115,9 +115,8 @@ def random_control_edits(
     for layer in range(*layers):
         here = own.rows(point, layer, positions).astype(np.float64)
         away = source.rows(point, layer, positions) - here
-        wanted, found = (
-            np.linalg.norm(away @ _basis(each[point, layer]), axis=1, keepdims=True) for each in (subspaces, random)
-        )
+        bases = (np.linalg.qr(each[point, layer].astype(np.float64).T)[0] for each in (subspaces, random))
+        wanted, found = (np.linalg.norm(away @ basis, axis=1, keepdims=True) for basis in bases)
         scale = np.divide(wanted, found, out=np.zeros_like(wanted), where=found > 0)
         moved = PromptSource(
             {(point, layer): (here + scale * away).astype(np.float32)},
@@ -125,10 +124,6 @@ def random_control_edits(
         )
         edits += cell_edits(moved, point, (layer, layer + 1), positions, strength, random)
     return tuple(edits)
-
-
-def _basis(directions: Rows) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.linalg.qr(directions.astype(np.float64).T)[0]
 
 
 def zeros(sites: Sequence[tuple[str, int]], hidden: int) -> ConstantSource:

@@ -52,7 +52,8 @@ def _steer(modules: Any = None, fields: _Fields | None = None) -> Solver:
     given: dict[str, Any] = {} if fields is None else dict(fields.fields)
     if modules:
         named = list(modules.items()) if isinstance(modules, Mapping) else modules
-        given["steering_modules"] = [named] if isinstance(named, str) else [_reference(each) for each in named]
+        each_as_list = (each if isinstance(each, str) else list(each) for each in named)
+        given["steering_modules"] = [named] if isinstance(named, str) else [*each_as_list]
     if not given:
         raise SteeringError("steer", "needs modules, edits or vectors")
 
@@ -137,10 +138,6 @@ def ask_oracle(
         return state
 
     return solve
-
-
-def _reference(each: Any) -> Any:
-    return each if isinstance(each, str) else list(each)
 
 
 def _with_task_fields(key: str) -> dict[str, Any]:

@@ -67,15 +67,7 @@ def first_tokens(words: Any, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def get_token_activations(
-    model: StandardizedTransformer,
-    prompts: Any,
-    layers: Any = None,
-    get_activations: str = "layers_output",
-    idx: int | None = None,
-) -> torch.Tensor:
-    """Return ``model.get_token_activations``."""
-    return model.get_token_activations(prompts, layers, get_activations, idx)
+get_token_activations = StandardizedTransformer.get_token_activations
 
 
 def collect_token_activations_batched(

@@ -203,7 +203,9 @@ class AsyncLLM(ProbingEngine):
                     if self.options.include_last:
                         name = f"{request_id}-last-{completion.index}"
                         longest = self.engine.model_config.max_model_len
-                        repeated = await self._last(last_prompt(output, sample.tokens, longest), name, again)
+                        text = last_prompt(output, sample.tokens, longest)
+                        answers = self.engine.generate(text, last_params(self.options), name, **again)
+                        repeated = [each async for each in answers][-1]
                         require_global_steering((output, repeated), digest)
                         last = last_rows(repeated)
                 shown = sample.new if kind is kinds.DELTA else sample.sites
@@ -221,12 +223,6 @@ class AsyncLLM(ProbingEngine):
             if error.field != "steering":
                 raise
             raise SteeringError("include_last", error.problem) from None
-
-    async def _last(self, prompt: Any, request_id: str, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a request that reads the last token of a prompt."""
-        params = last_params(self.options)
-        outputs = [each async for each in self.engine.generate(prompt, params, request_id, **kwargs)]
-        return outputs[-1]
 
 
 class _Sample:

@@ -53,7 +53,9 @@ def compile_gates(items: Sequence[Any], field: str = "steering") -> tuple[list[d
             )
         _check_keys(item, ("when", "scope", "apply"), path)
         added = _edits_of(item["apply"], f"{path}.apply")
-        window = _window_of(item.get("scope", "this_token"), f"{path}.scope")
+        if (scope := item.get("scope", "this_token")) == CONVERSATION:
+            raise SteeringError(f"{path}.scope", f"{CONVERSATION} is not supported: {NO_CONVERSATION}")
+        window = WINDOWS[read_choice(scope, tuple(WINDOWS), f"{path}.scope")]
         when = item.get("when", {"kind": "always"})
         _check_keys(when, _WHEN_KEYS, f"{path}.when")
         if read_choice(when.get("kind"), ("always", "probe"), f"{path}.when.kind") == "probe":
@@ -70,12 +72,6 @@ def compile_gates(items: Sequence[Any], field: str = "steering") -> tuple[list[d
         if len(edits) > MAX_EDITS:
             raise SteeringError(path, f"makes more than {MAX_EDITS} edits of the gates")
     return edits, readouts
-
-
-def _window_of(scope: Any, field: str) -> str:
-    if scope == CONVERSATION:
-        raise SteeringError(field, f"{CONVERSATION} is not supported: {NO_CONVERSATION}")
-    return WINDOWS[read_choice(scope, tuple(WINDOWS), field)]
 
 
 def _edits_of(apply: Any, field: str) -> list[dict[str, Any]]:

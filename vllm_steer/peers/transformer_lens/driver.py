@@ -104,7 +104,9 @@ class SteeringDriver:
             RuntimeError: Rows are missing, or a request ended with an error.
         """
         tokens = _read_tokens(input_ids)
-        _check_mask(kwargs.pop("attention_mask", None))
+        mask = kwargs.pop("attention_mask", None)
+        if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
+            raise SteeringError("attention_mask", "masks tokens; prompts are not padded, so run prompts of one length")
         # run_with_cache sets it in any case. Attention patterns are not among the hooks of this driver.
         kwargs.pop("output_attentions", None)
         if kwargs:
@@ -196,8 +198,3 @@ def _read_tokens(input_ids: Any) -> list[list[int]]:
         raise SteeringError("input_ids", f"must be tokens [batch, tokens], not {shown(input_ids)}")
     rows: list[list[int]] = tokens.tolist()
     return rows
-
-
-def _check_mask(mask: Any) -> None:
-    if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
-        raise SteeringError("attention_mask", "masks tokens; prompts are not padded, so run prompts of one length")

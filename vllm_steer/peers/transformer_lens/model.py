@@ -70,10 +70,7 @@ class HookedTransformer(Engine):
             raise SteeringError("device", f"vLLM runs on {own}; omit it")
         return cls(model_name, **kept)
 
-    @classmethod
-    def boot_transformers(cls, model_name: Any, **kwargs: Any) -> Self:
-        """Start an engine; the same as :meth:`from_pretrained`."""
-        return cls.from_pretrained(model_name, **kwargs)
+    boot_transformers = from_pretrained
 
     def to_tokens(self, text: Any, **unsupported: Any) -> torch.Tensor:
         """Return tokens ``[batch, tokens]`` of a text or of texts with equally many tokens; refuse other arguments."""
