@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import quote
 
+import httpx
 import torch
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_steer.client import CaptureAnswer, parse_completion, read_capture_file, to_json
 from vllm_steer.errors import SteeringError
@@ -125,13 +126,12 @@ class VllmLensMiddleware(TranslatingMiddleware):
 
     async def _activations(self, scope: Scope, handle: str) -> Response:
         """Return the tensor behind a handle, or the server's refusal."""
-        start, data = await self._get(scope, f"/v1/captures/{quote(handle, safe='')}")
-        if start["status"] != 200:
-            kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-            response = Response(data, status_code=start["status"])
-            response.raw_headers += kept
+        stored = await self._get(scope, f"/v1/captures/{quote(handle, safe='')}")
+        if stored.status_code != 200:
+            response = Response(stored.content, status_code=stored.status_code)
+            response.raw_headers += [each for each in stored.headers.raw if each[0].lower() != b"content-length"]
             return response
-        tensor = await asyncio.to_thread(_tensor_of_file, data)
+        tensor = await asyncio.to_thread(_tensor_of_file, stored.content)
         raw = await asyncio.to_thread(tensor_bytes, tensor)
         headers = {
             **{
@@ -151,39 +151,23 @@ class VllmLensMiddleware(TranslatingMiddleware):
             SteeringError: It is not there any more.
         """
         counted = {**scope, COUNTED_KEY: True}  # the key may be at its limit
-        start, data = await self._get(counted, f"/v1/captures/{quote(capture_id, safe='')}")
-        if start["status"] != 200:
-            raise SteeringError("activations", f"the stored rows cannot be read (HTTP {start['status']})")
-        return await asyncio.to_thread(_tensor_of_file, data)
+        stored = await self._get(counted, f"/v1/captures/{quote(capture_id, safe='')}")
+        if stored.status_code != 200:
+            raise SteeringError("activations", f"the stored rows cannot be read (HTTP {stored.status_code})")
+        return await asyncio.to_thread(_tensor_of_file, stored.content)
 
-    async def _get(self, scope: Scope, path: str) -> tuple[Message, bytes]:
-        """Return start message and body of the application's answer to GET ``path``, with the caller's credentials."""
+    async def _get(self, scope: Scope, path: str) -> httpx.Response:
+        """Return the application's answer to GET ``path``, with the caller's credentials."""
         described = (b"content-type", b"content-length", b"transfer-encoding")
-        inner = {
-            **with_path(scope, path),
-            "method": "GET",
-            "query_string": b"",
-            "headers": [header for header in scope["headers"] if header[0].lower() not in described],
-        }
-        inner.pop("path_params", None)
-        start: Message = {"status": 500, "headers": []}
-        chunks: list[bytes] = []
-        messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+        headers = [header for header in scope["headers"] if header[0].lower() not in described]
 
-        async def receive() -> Message:
-            if not messages:
-                # A streamed response asks for a disconnect until its end; without a pause, that would hang the server.
-                await asyncio.Event().wait()
-            return messages.pop()
+        async def app(own: Scope, receive: Receive, send: Send) -> None:
+            inner = {**with_path(scope, path), **{key: own[key] for key in ("method", "query_string", "headers")}}
+            inner.pop("path_params", None)
+            await self.app(inner, receive, send)
 
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                start.update(message)
-            elif message["type"] == "http.response.body":
-                chunks.append(message.get("body", b""))
-
-        await self.app(inner, receive, send)
-        return start, b"".join(chunks)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.get(path, headers=headers)
 
 
 async def _rewrite_events(add: Any, events: bytes) -> bytes:
