@@ -23,7 +23,6 @@ from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.position_runs import EditStep, PositionRun, covered_intervals, edit_steps
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
-from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.records import TOKEN, RequestRecords
 from vllm_steer.program.resolve_records import read_intervals, resolve_records
 from vllm_steer.program.token_program import (
@@ -265,17 +264,10 @@ def _record_parts(program: Program, edits: list[int], readouts: list[int]) -> _R
     if not program.has_records:
         return None
     layout = program.layout
+    chosen = [(program.readouts[number], layout.readouts[number]) for number in readouts]
     reads = [
-        Read(
-            readout.site_number,
-            layout.readouts[number] + i,
-            program.digests[vector],
-            readout.bias,
-            readout.sigmoid,
-            readout.cosine,
-        )
-        for number in readouts
-        for readout in (program.readouts[number],)
+        Read(readout.site_number, column + i, program.digests[vector], readout.bias, readout.sigmoid, readout.cosine)
+        for readout, column in chosen
         for i, vector in enumerate(() if readout.mlp else readout.vectors)
     ]
     gates = [
@@ -297,30 +289,20 @@ def _record_parts(program: Program, edits: list[int], readouts: list[int]) -> _R
     heads = [
         HeadRead(
             layer * N_POINTS + readout.point,
-            layout.readouts[number] + 2 * readout.top_k * i,
+            column + 2 * readout.top_k * i,
             readout.head,
             readout.top_k,
             targets=readout.targets,
         )
-        for number in readouts
-        for readout in (program.readouts[number],)
+        for readout, column in chosen
         for i, layer in enumerate(readout.layers)
     ]
-    heads += [
-        HeadRead(readout.site_number, layout.readouts[number], "", 0, _mlp_read(program, readout))
-        for number in readouts
-        for readout in (program.readouts[number],)
-        if readout.mlp
-    ]
+    for readout, column in chosen:
+        if (mlp := readout.mlp) is not None:
+            vectors = tuple(program.digests[index] for index in readout.vectors)
+            probe = MlpRead(vectors, mlp.biases, mlp.outputs, readout.bias, mlp.activation, readout.sigmoid)
+            heads.append(HeadRead(readout.site_number, column, "", 0, probe))
     return _RecordParts(tuple(reads), tuple(gates), tuple(factors) if any(factors) else (), tuple(heads))
-
-
-def _mlp_read(program: Program, readout: CompiledReadout) -> MlpRead | None:
-    mlp = readout.mlp
-    if mlp is None:
-        return None
-    vectors = tuple(program.digests[index] for index in readout.vectors)
-    return MlpRead(vectors, mlp.biases, mlp.outputs, readout.bias, mlp.activation, readout.sigmoid)
 
 
 def _boundaries(program: Program, prompt_len: int) -> dict[int, set[int]]:
@@ -368,7 +350,8 @@ def _token_program(
     }
     heads = () if recorded is None else recorded.heads
     stored = {each[:2] for each in wanted} | {(head.site_number, False) for head in heads}
-    captured_sites = tuple(CaptureSite(number, before) for number, before in sorted(stored))
+    layers = every if stage_layers is None else stage_layers
+    captured_sites = tuple(CaptureSite(*each) for each in sorted(stored) if each[0] // N_POINTS in layers)
     names = {NO_PROJECTION: UNPROJECTED, **dict(enumerate(program.projection_digests))}
     content = [edit.digest for edit in edits.edits]
     if edits.runs:
@@ -377,10 +360,6 @@ def _token_program(
     if recorded is not None:
         content.append(b"dynamic:" + msgspec.msgpack.encode(recorded))
     digest = hashlib.blake2b(b"|".join(content), digest_size=16).digest()
-    if stage_layers is not None:
-        captured_sites = tuple(
-            captured for captured in captured_sites if captured.site_number // N_POINTS in stage_layers
-        )
     index_of = {captured: index for index, captured in enumerate(captured_sites)}
     row_formats: list[RowFormat] = []
     directions: list[bytes] = []
@@ -402,7 +381,6 @@ def _token_program(
     ]
     needed_by_edits += [digest for run in edits.runs for digest in dict.fromkeys(run.vectors) if digest]
     vectors = (*needed_by_edits, *dict.fromkeys(directions))
-    layers = every if stage_layers is None else stage_layers
     if recorded is None:
         recorded = _RecordParts((), (), ())
     return TokenProgram(
