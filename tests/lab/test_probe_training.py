@@ -109,7 +109,7 @@ def test_rows_of_something_else_are_refused(llm: Any, planted: Examples, tmp_pat
             {"positions": "last_prompt"},
             r"positions: .* has rows of \[\[1, None\]\]; omit it",
         ),
-        (tmp_path / "none", planted[:40], {}, r"harvest.json cannot be read"),
+        (tmp_path / "none", planted[:40], {}, r"rows: .* has no harvest.json; give a folder"),
     ]
     for folder, texts, changed, message in refused:
         with pytest.raises(SteeringError, match=message):

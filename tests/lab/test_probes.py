@@ -17,6 +17,7 @@ from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.cli import probe as commands
 from vllm_steer.cli.main import app
 from vllm_steer.lab import TrainedProbe, check_probe, train_probe
+from vllm_steer.lab.examples import read_examples, read_texts
 from vllm_steer.lab.probe_result import ProbeResult
 from vllm_steer.lab.probe_texts import distinct_texts
 from vllm_steer.registry.directions import save_module
@@ -226,6 +227,12 @@ def test_the_commands_write_and_check_what_python_trains(
         (["train", "many.jsonl", "--out", "a.gguf"], "a.gguf has an unknown suffix; use .safetensors"),
         (["train", "many.jsonl", "--out", "none/a.safetensors"], "folder not found"),
         (["train", "many.jsonl", "--out", "a.safetensors", "--layers", "x"], "layers: 'x' is not 12"),
+        (["train", "many.jsonl", "--out", "a.safetensors", "--rows", "acts"], "model: give --model, or --rows with"),
+        (
+            ["train", "array.jsonl", "--out", "a.safetensors"],
+            "array.jsonl:1: is a list of 2 values; write each on a line",
+        ),
+        (["train", "table.csv", "--out", "a.safetensors"], "Expecting value: line 1 column 1 (char 0); write one JSON"),
         (["check", "a.safetensors", "many.jsonl"], "a.safetensors cannot be read"),
         (["check", "vectors.safetensors", "many.jsonl"], "has vectors and no probe"),
     ],
@@ -238,7 +245,35 @@ def test_the_commands_fail_before_the_model_is_loaded(
     monkeypatch.chdir(tmp_path)
     written(Path("few.jsonl"), labelled(TEXTS[:28], np.arange(28) % 2))
     written(Path("many.jsonl"), labelled(TEXTS[:30], np.arange(30) % 2))
+    Path("array.jsonl").write_text('[{"text": "a", "label": true}, {"text": "b", "label": false}]')
+    Path("table.csv").write_text("text,label")
     save_module("vectors.safetensors", {"base": {"post_block": {"1": np.ones(HIDDEN)}}}, "", {})
     done = CliRunner().invoke(app, ["probe", *words, "--model", "m"])
     assert done.exit_code == 1 and message in done.output
     assert not Path("a.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rows", "none"], "rows: none has no harvest.json; give a folder that `vllm-steer harvest` wrote"),
+        (["--rows", "none", "--methd", "ridge"], "rows: --methd ridge is not an option of stored rows; see --help"),
+        ([], "model: give --model, or --rows with the folder of a harvest"),
+    ],
+)
+def test_wrong_options_of_stored_rows_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    """Catches a misspelt option that is ignored without a model, and an error that names another option."""
+    monkeypatch.chdir(tmp_path)
+    written(Path("many.jsonl"), labelled(TEXTS[:30], np.arange(30) % 2))
+    done = CliRunner().invoke(app, ["probe", "train", "many.jsonl", "--out", "a.safetensors", *words])
+    assert done.exit_code == 1 and f"error: {message}" in done.output
+
+
+def test_conversations_may_have_the_key_of_the_chat_api() -> None:
+    """Catches a conversation that must be renamed, or one that replaces the text."""
+    chat = [{"role": "user", "content": "Hello"}]
+    read = read_examples([{"messages": chat, "label": True}, {"text": "a", "messages": chat, "label": False}])
+    assert read.texts == (chat, "a")
+    assert read_texts([{"messages": chat, "tag": "x"}])[0][:2] == (chat, "x")

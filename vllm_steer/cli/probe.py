@@ -57,6 +57,8 @@ def train(
             raise SteeringError("out", f"{out} has an unknown suffix; use .safetensors")
         if (model is None) == (rows is None):
             raise SteeringError("model", "give --model, or --rows with the folder of a harvest")
+        if rows is not None and context.args:
+            raise SteeringError("rows", f"{' '.join(context.args)} is not an option of stored rows; see --help")
         given = read_collection(layers, positions, pool) | {"method": read_probe_method(method, pool)}
         read = read_examples(examples)
         texts, held_out = split_texts(read, seed)

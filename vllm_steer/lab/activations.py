@@ -18,7 +18,7 @@ from vllm_steer.capture.files.reader import Captures
 from vllm_steer.capture.results import RowAccess
 from vllm_steer.errors import SteeringError
 from vllm_steer.lab.examples import Text
-from vllm_steer.lab.harvest import read_manifest
+from vllm_steer.lab.harvest import MANIFEST, read_manifest
 from vllm_steer.lab.shards import RUN
 from vllm_steer.lab.text_rows import TextRows, digest_of, position_lists
 from vllm_steer.points import PointName
@@ -102,6 +102,8 @@ def read_stored(
         SteeringError: The folder has no complete harvest of these texts, or it has other sites or tokens.
     """
     read_choice(pool, POOLS, "pool")
+    if not (Path(folder) / MANIFEST).is_file():
+        raise SteeringError("rows", f"{folder} has no {MANIFEST}; give a folder that `vllm-steer harvest` wrote")
     found, captures = read_manifest(Path(folder)), Captures(Path(folder), RUN)
     name, read = read_point(point, "point"), read_layers(layers, "layers")
     if (there := found.hooks.get(name)) is None:

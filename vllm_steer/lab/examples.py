@@ -62,8 +62,8 @@ def read_examples(source: Source | Examples) -> Examples:
 
     Args:
         source: A file of JSON lines, or a list of their objects: ``{"positive": ..., "negative": ...}`` or
-            ``{"text": ..., "label": true}``. A text is a string, a list of token ids, or a conversation. Other keys are
-            ignored.
+            ``{"text": ..., "label": true}``. A text is a string, a list of token ids, or a conversation, whose key may
+            be ``messages``. Other keys are ignored.
 
     Raises:
         SteeringError: The file cannot be read, an example has another form, the texts of a pair are equal, or there are
@@ -172,16 +172,25 @@ def _objects(source: Source, field: str, key: str | None = None) -> tuple[str, l
         except OSError as error:
             raise SteeringError(field, f"{source} cannot be read: {error.strerror or error}") from None
         field = str(source)
-        found = [
-            (f"{source}:{i}", parse_json(line, f"{source}:{i}")) for i, line in enumerate(lines, 1) if line.strip()
-        ]
+        try:
+            found = [
+                (f"{source}:{i}", parse_json(line, f"{source}:{i}")) for i, line in enumerate(lines, 1) if line.strip()
+            ]
+        except SteeringError as error:
+            raise SteeringError(error.field, f"{error.problem}; write one JSON object on each line") from None
     else:
         found = [(f"{field}[{i}]", value) for i, value in enumerate(source)]
     if key is not None:
         found = [(where, value if isinstance(value, Mapping) else {key: value}) for where, value in found]
     for where, value in found:
+        if isinstance(value, list):
+            raise SteeringError(
+                where, f"is a list of {len(value)} values; write each on a line of its own, as {_FORMS}"
+            )
         if not isinstance(value, Mapping):
             raise SteeringError(where, f"must be an object, {_FORMS}, not {shown(value)}")
+    if key != "prompt":
+        found = [(where, {"text": line["messages"], **line} if "messages" in line else line) for where, line in found]
     return field, found
 
 
