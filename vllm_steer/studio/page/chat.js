@@ -213,7 +213,7 @@ export class Chat extends View {
 		const depth = colouring.value === "depth";
 		return html`<div class="columns">
 			<div class="main">
-				<div class="talk">
+				<div>
 					${path.length ? null : html`<p class="hint">Ask the model something. Each token of its answer carries what the layers predicted.</p>`}
 					${path.map((at) => html`<${Entry} key=${at} at=${at} onEnter=${this.enter} />`)}
 				</div>
@@ -237,7 +237,7 @@ export class Chat extends View {
 						: html`<button type="submit" class="primary">Send</button>`}
 					${path.length ? html`<${Button} onClick=${clear}>New chat<//>` : null}
 				</form>
-				<details class="settings">
+				<details>
 					<summary>Settings</summary>
 					<div class="row">
 						<${SamplingFields} ...${{ temperature, seed, maxTokens }} />

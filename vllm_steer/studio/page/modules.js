@@ -144,7 +144,7 @@ export class Modules extends View {
 		return html`<div>
 			<div class="row">
 				<${Field} label="Name" value=${name} hint="of the new module; empty for the file's" />
-				<label class="file">File of a module or of another tool <input type="file" onChange=${upload} /></label>
+				<label>File of a module or of another tool <input type="file" onChange=${upload} /></label>
 				<${Button} class="quiet" onClick=${refresh}>Refresh<//>
 			</div>
 			<${Alert} text=${problem.value} />

@@ -239,7 +239,7 @@ export class Steer extends View {
 					<div class="row">
 						<${SiteFields} ...${{ point, layer }} />
 						<${Button} onClick=${() => attempt("pasted", () => editsOfText(pasted.value, siteOf()))}>Add pasted<//>
-						<label class="file">File (.safetensors of a module, .json) <input type="file" onChange=${addFile} /></label>
+						<label>File (.safetensors of a module, .json) <input type="file" onChange=${addFile} /></label>
 					</div>
 				</details>
 			</section>
