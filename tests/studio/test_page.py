@@ -14,6 +14,7 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
+from benchmarks import page_frames
 from tests.studio.browser import (
     AXE,
     BROKEN_WORDS,
@@ -179,6 +180,14 @@ def test_axe_finds_no_violation_and_phones_show_all(scheme: str, opened: Opened,
             )
             assert page.evaluate("document.documentElement.scrollWidth") <= width, view
             assert page.evaluate(BROKEN_WORDS) == [], view
+
+
+@pytest.mark.parametrize("view", ["chat", "probes", "steer"])
+def test_a_long_stream_is_rendered_once(view: str, chromium: Any) -> None:
+    """Catches a view that renders its values or tokens again for each of 2,000 events, which freezes it for seconds."""
+    found = page_frames.measure(chromium, view, 0)
+    assert found["tokens"] == page_frames.TOKENS * (1 + (view == "steer"))
+    assert 0 < found["cpu_seconds"] < 0.8
 
 
 def test_pure_parts(opened: Opened) -> None:
