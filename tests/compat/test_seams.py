@@ -115,7 +115,11 @@ def test_usage_is_found() -> None:
         "    return x._key, getattr(x, '_named')",
         "b.py": "class C(Base):\n    def __init__(self):\n        self._own = self.theirs\n"
         "    def step(self):\n        super().step()\n        super().other()",
+        "c.py": "from vllm_steer.b import C\nclass D(C):\n    def get(self):\n        return self._own, self._vllms",
+        "d.py": "from vllm_steer.b import C\ndef get(c):\n    return c._own",
     }
     assert imported(files) == {"Request": {"a.py"}, "vllm.envs:": {"a.py"}}
-    assert foreign_private_attributes(files) == {"_key": {"a.py"}, "_named": {"a.py"}}
+    assert foreign_private_attributes(files) == {
+        "_key": {"a.py"}, "_named": {"a.py"}, "_vllms": {"c.py"}, "_own": {"d.py"},
+    }  # fmt: skip
     assert attributes_of_base(files["b.py"], "C") == {"theirs", "other"}

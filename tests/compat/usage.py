@@ -35,19 +35,28 @@ def imported(files: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def foreign_private_attributes(files: Mapping[str, str]) -> dict[str, set[str]]:
-    """Return the files that use each private attribute that the same file does not define.
+    """Return the files that use each private attribute that neither the same file nor one of a base class defines.
 
     Attributes named by a string, as in ``getattr(x, "_name")``, count too.
     """
     used: dict[str, set[str]] = {}
     for file, text in files.items():
         tree = ast.parse(text)
-        own = set(_defined(tree))
+        own = set(_defined(tree)).union(*(_defined(ast.parse(files[base])) for base in _files_of_bases(tree, files)))
         for node in ast.walk(tree):
             name = node.attr if isinstance(node, ast.Attribute) else _named_attribute(node)
             if name.startswith("_") and not name.startswith("__") and name not in own:
                 used.setdefault(name, set()).add(file)
     return used
+
+
+def _files_of_bases(tree: ast.AST, files: Mapping[str, str]) -> set[str]:
+    """Return the files of ours from which a file imports the base classes of its classes."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    bases = {base.id for cls in classes for base in cls.bases if isinstance(base, ast.Name)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    modules = {str(node.module) for node in imports if bases & {alias.name for alias in node.names}}
+    return {f"{module.removeprefix('vllm_steer.').replace('.', '/')}.py" for module in modules} & files.keys()
 
 
 def _named_attribute(node: ast.AST) -> str:
