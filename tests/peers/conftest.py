@@ -123,6 +123,11 @@ def url(
     yield from run_server(model_path, flags, tmp_path_factory.mktemp("log") / "server.log", warm=True)
 
 
+def forwarded(choice: dict[str, Any], prompt: list[int] | None = None) -> list[int]:
+    """Return the tokens of a choice that have rows: all but the last generated one."""
+    return [*(prompt or choice["prompt_token_ids"]), *choice["token_ids"]][:-1]
+
+
 def steered_states(
     hf: Any, token_ids: list[int], layer: int, rows: dict[int, torch.Tensor], *, norm_match: bool, scale: float = 1.0
 ) -> list[torch.Tensor]:

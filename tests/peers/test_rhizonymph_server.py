@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from tests.peers.conftest import hidden_states, steered_states
+from tests.peers.conftest import forwarded, hidden_states, steered_states
 from tests.peers.test_rhizonymph import inline, packed
 from tests.server.server import MODEL
 from vllm_steer import open_captures
@@ -31,12 +31,6 @@ def post(url: str, **fields: Any) -> Any:
     return answer.json()
 
 
-def forwarded(document: Any) -> tuple[int, list[int]]:
-    """Return the length of the prompt, and the tokens that have rows."""
-    (choice,) = document["choices"]
-    return len(choice["prompt_token_ids"]), [*choice["prompt_token_ids"], *choice["token_ids"]][:-1]
-
-
 def test_gates_patches_and_vectors_act_as_in_hf(url: str, hf: Any) -> None:
     """Catches a gate that lags or is always open, a patch at another token, and results that are not at the top."""
     probe, vector, row = ROWS
@@ -50,7 +44,8 @@ def test_gates_patches_and_vectors_act_as_in_hf(url: str, hf: Any) -> None:
     document = post(url, steering=[gate], patch=[site], patch_vectors=table, capture=CAPTURE)
     assert document["capture_results"] == document["choices"][0]["capture_results"]
     rows = parse_completion(document).choices[0].captures["memory"].tensor("post_block", 2)
-    count, tokens = forwarded(document)
+    (choice,) = document["choices"]
+    count, tokens = len(choice["prompt_token_ids"]), forwarded(choice)
     states = hidden_states(hf, tokens)
     # The last layer's input is the output of layer 2, where both edits are, so layers 0 to 2 see plain rows.
     fires = torch.sigmoid(states[2] @ probe)
@@ -71,7 +66,7 @@ def test_modules_and_files(url: str, hf: Any, consumer_root: Path) -> None:
     spec = {**CAPTURE["memory"], "request_id": "mine", "layout": "per_request"}
     document = post(url, steering_name="fork", capture_wait=True, capture={**CAPTURE, "filesystem": spec})
     rows = parse_completion(document).choices[0].captures["memory"].tensor("post_block", 2)
-    _, tokens = forwarded(document)
+    tokens = forwarded(document["choices"][0])
     states = steered_states(hf, tokens, 1, dict.fromkeys(range(len(tokens)), ROWS[1]), norm_match=False)
     torch.testing.assert_close(rows, states[3], **TOLERANCE)
     (path,) = document["capture_results"]["filesystem"]["payload"]

@@ -15,7 +15,7 @@ import torch
 
 from examples.peers import vllm_lens_http
 from tests.peers.adapters import merged
-from tests.peers.conftest import hidden_states, steered_states
+from tests.peers.conftest import forwarded, hidden_states, steered_states
 from tests.peers.test_vllm_lens_tensors import read_by_their_client
 from tests.server.server import MODEL
 from vllm_steer import ServerError
@@ -46,11 +46,6 @@ def post(http: httpx.Client, keys: dict[str, Any], parent: str = "extra_args", *
     answer = http.post("/v1/completions", json={**fields, parent: keys, **body})
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-def forwarded(choice: dict[str, Any], prompt: list[int] | None = None) -> list[int]:
-    """Return the tokens that have rows: all but the last generated one."""
-    return [*(prompt or choice["prompt_token_ids"]), *choice["token_ids"]][:-1]
 
 
 def expected(hf: Any, tokens: list[int], layers: list[int]) -> torch.Tensor:

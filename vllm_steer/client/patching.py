@@ -18,15 +18,7 @@ import numpy as np
 from vllm_steer.client.responses import Completion, ServerError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
-from vllm_steer.patching.runner import (
-    MAX_SCORED,
-    ModelFacts,
-    Score,
-    ScoreRequest,
-    SiteRows,
-    join_characters,
-    spec_of_rows,
-)
+from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Runner, Score, ScoreRequest, SiteRows, join_characters
 from vllm_steer.request import Edit
 
 if TYPE_CHECKING:
@@ -39,8 +31,8 @@ CONCURRENCY = 16
 _PREFIX = "token_id:"
 
 
-class HttpRunner:
-    """Requests of a study through ``/v1/completions``."""
+class HttpRunner(Runner):
+    """Requests of a study through ``/v1/completions``; the server checks the size of each."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -78,17 +70,11 @@ class HttpRunner:
             self._pieces.update(zip(new, pool.map(lambda token: self._client.detokenize([token]), new), strict=True))
         return join_characters(tokens, [self._pieces[token] for token in tokens], self._client.detokenize)
 
-    def check(self) -> None:
-        """Do nothing: studies of clients end with their process."""
-
-    def reserve(self, runs: int, row_bytes: int) -> None:
-        """Accept any size; the server checks each request."""
-
     def capture(
         self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
     ) -> SiteRows:
         """Return the rows of all tokens of a prompt."""
-        report = self._complete(tokens, edits, capture=spec_of_rows(sites)).capture_results["memory"]
+        report = self._complete(tokens, edits, capture=self.spec_of_rows(sites)).capture_results["memory"]
         if report.status != "ok":
             raise RuntimeError(f"rows of the prompt are missing: {report.error}")
         rows = report.sites or self._client.fetch(report)

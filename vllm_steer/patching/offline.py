@@ -14,20 +14,12 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, engine_context
 from vllm_steer.frontend.logprobs import check_logprobs_mode
 from vllm_steer.params import SamplingParams
-from vllm_steer.patching.runner import (
-    MAX_SCORED,
-    ModelFacts,
-    Score,
-    ScoreRequest,
-    SiteRows,
-    join_characters,
-    spec_of_rows,
-)
+from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Runner, Score, ScoreRequest, SiteRows, join_characters
 from vllm_steer.points import points_on
 from vllm_steer.request import Edit
 
 
-class LocalRunner:
+class LocalRunner(Runner):
     """Requests of a study to an engine of this process: what offline engines and servers have in common.
 
     Subclasses run a request in `complete`.
@@ -40,9 +32,6 @@ class LocalRunner:
 
     def __init__(self, vllm_config: Any, context: EngineContext, get_tokenizer: Callable[[], Any]) -> None:
         self._vllm_config, self.context, self._get_tokenizer = vllm_config, context, get_tokenizer
-
-    def check(self) -> None:
-        """Raise if the study was cancelled."""
 
     def complete(self, tokens: Sequence[int], params: Any) -> Any:
         """Run one request and return its output."""
@@ -88,7 +77,7 @@ class LocalRunner:
         self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
     ) -> SiteRows:
         """Return the rows of all tokens of a prompt."""
-        params = _one_token(steering=list(edits) or None, capture=spec_of_rows(sites))
+        params = _one_token(steering=list(edits) or None, capture=self.spec_of_rows(sites))
         result = self.complete(tokens, params).capture_results["memory"]
         if result.status != "ok":
             raise RuntimeError(f"rows of the prompt are missing: {result.error}")
@@ -118,9 +107,6 @@ class OfflineRunner(LocalRunner):
         self._llm = llm
         config = self._vllm_config.model_config
         check_logprobs_mode(config.logprobs_mode, config.logits_processors)
-
-    def reserve(self, runs: int, row_bytes: int) -> None:
-        """Accept any size."""
 
     def complete(self, tokens: Sequence[int], params: Any) -> Any:
         """Run one request and return its output."""

@@ -82,12 +82,6 @@ class Score:
     prompt_tokens: int = 0
 
 
-def spec_of_rows(sites: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return the capture spec of the rows of all tokens of a prompt, as float32."""
-    hooks = {point: list(layers) for point, layers in sites.items()}
-    return {"memory": {"hooks": hooks, "positions": "all_prompt", "dtype": "float32"}}
-
-
 CONTINUED = "\ufffd"
 """Text of a token that continues a character of the token before."""
 _MAX_PARTS = 8
@@ -119,7 +113,7 @@ def join_characters(tokens: Sequence[int], pieces: Sequence[str], decode: Callab
 
 
 class Runner(Protocol):
-    """An engine that runs the requests of a study."""
+    """An engine that runs the requests of a study. Subclasses accept studies of any size, which nothing cancels."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -136,7 +130,7 @@ class Runner(Protocol):
 
     def check(self) -> None:
         """Raise if the study was cancelled; called in every loop over its cells."""
-        ...
+        return
 
     def reserve(self, runs: int, row_bytes: int) -> None:
         """Raise ``SteeringError`` if the sweep is too large; called before its first run.
@@ -145,7 +139,13 @@ class Runner(Protocol):
             runs: Forward passes of all cells.
             row_bytes: Size of the captured rows that the sweep keeps, as float32.
         """
-        ...
+        return
+
+    @staticmethod
+    def spec_of_rows(sites: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Return the field ``capture`` for the rows of all tokens of a prompt."""
+        hooks = {point: list(layers) for point, layers in sites.items()}
+        return {"memory": {"hooks": hooks, "positions": "all_prompt", "dtype": "float32"}}
 
     def capture(
         self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
