@@ -142,8 +142,8 @@ def measure(browser: Any, view: str, rate: float) -> dict[str, Any]:
         session = page.context.new_cdp_session(page)
         session.send("Performance.enable", {"timeDomain": "threadTicks"})
         page.get_by_role("button", name=VIEWS[view], exact=True).click()
-        for status in page.locator(".status").all() if view == "steer" else [page.locator(".status")]:
-            status.get_by_text("done").wait_for()
+        for number in range(1 + (view == "steer")):
+            page.locator(".status", has_text="done").nth(number).wait_for()
         seen = page.evaluate("seen")
         shown = page.locator(".token").count()
         spent = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
