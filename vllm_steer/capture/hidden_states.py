@@ -114,10 +114,7 @@ def capture_hidden_states(
     if dtype is not None:
         spec["dtype"] = dtype
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, capture={"memory": spec}, steering=steering)
-    several = _as_list(prompts)
-    chats = sum(map(_is_conversation, several))
-    if chats not in (0, len(several)):
-        raise SteeringError("prompts", "mixes conversations and other prompts; capture them in two calls")
+    several, chats = as_prompts(prompts)
     if chat_kwargs and not chats:
         raise SteeringError("chat_kwargs", "is for conversations, lists of messages with a role; leave it out")
     run = partial(llm.chat, **(chat_kwargs or {})) if chats else llm.generate
@@ -151,13 +148,19 @@ def none_left_running(llm: Any) -> Iterator[None]:
         raise
 
 
-def _as_list(prompts: Any) -> list[Any]:
-    """Return a list of prompts; a single prompt is a text, a mapping, a list of token ids or of messages."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    several = list(prompts)
-    single = _is_conversation(several) or all(isinstance(token, int) for token in several)
-    return [several] if several and single else several
+def as_prompts(prompts: Any) -> tuple[list[Any], bool]:
+    """Return a list of prompts, each a text, a mapping, token ids or messages, and whether they are conversations.
+
+    Raises:
+        SteeringError: Only some are conversations.
+    """
+    several = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+    if several and (_is_conversation(several) or all(isinstance(token, int) for token in several)):
+        several = [several]
+    chats = sum(map(_is_conversation, several))
+    if chats not in (0, len(several)):
+        raise SteeringError("prompts", "mixes conversations and other prompts; capture them in two calls")
+    return several, chats > 0
 
 
 def _is_conversation(prompt: Any) -> bool:

@@ -9,6 +9,7 @@ from vllm_steer.lab.methods import make
 from vllm_steer.lab.probe_result import ProbeComparison, ProbeResult, Recall, Threshold
 from vllm_steer.lab.probes import TrainedProbe, check_probe, compare_probes, train_probe
 from vllm_steer.lab.ray_engines import RayEngines
+from vllm_steer.lab.rollouts import Rollouts, rollouts
 from vllm_steer.lab.row_stream import RowBatch, RowStream
 from vllm_steer.lab.scores import Keywords, ProbeScore
 from vllm_steer.registry.directions import Direction, Directions
@@ -27,6 +28,7 @@ __all__ = [
     "ProbeScore",
     "RayEngines",
     "Recall",
+    "Rollouts",
     "RowBatch",
     "RowStream",
     "Threshold",
@@ -37,5 +39,6 @@ __all__ = [
     "harvest",
     "make",
     "read_examples",
+    "rollouts",
     "train_probe",
 ]

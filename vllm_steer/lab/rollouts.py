@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of sampled tokens, for training on what the model itself writes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_steer.capture.hidden_states import as_prompts, none_left_running
+from vllm_steer.errors import SteeringError
+
+
+class Rollouts(NamedTuple):
+    """Sampled tokens, one after another: by prompt, sample and position. Entry ``i`` of all fields is one token."""
+
+    rows: torch.Tensor
+    """``[tokens, hidden]`` on the CPU."""
+    token_ids: torch.Tensor
+    """int64 ``[tokens]``."""
+    logprobs: torch.Tensor
+    """Log-probability with which each token was sampled, float32 ``[tokens]``; see vLLM's ``logprobs_mode``."""
+    positions: torch.Tensor
+    """Position of each token in prompt and output together, int64 ``[tokens]``."""
+    prompts: torch.Tensor
+    """Number of each token's prompt, int64 ``[tokens]``, for instance to attach rewards."""
+    samples: torch.Tensor
+    """Number of each token's sample of its prompt, int64 ``[tokens]``."""
+
+    def take(self, order: slice | torch.Tensor) -> Rollouts:
+        """Return some of the tokens."""
+        return Rollouts(*(each[order] for each in self))
+
+
+def rollouts(
+    llm: Any,
+    prompts: Any,
+    *,
+    layer: int,
+    point: str = "post_block",
+    before: bool = False,
+    dtype: str | None = None,
+    **sampling: Any,
+) -> Rollouts:
+    """Let the model write, and return what it sampled with the rows of one site, from the same run.
+
+    Args:
+        llm: An `LLM` with steering, in this process.
+        prompts: Prompts in any form that ``llm.generate`` accepts, or conversations as in ``llm.chat``.
+        layer: Layer.
+        point: Hook point.
+        before: Whether a token's row is the one from which it was sampled, at the position before it, such as a
+            value function reads. By default, it is the row of the token itself. The last token of a sample is never
+            run and has no such row, so that it is left out, unless a readout ended the sample.
+        dtype: Dtype of the rows; the model's by default.
+        **sampling: Other arguments of `SamplingParams`, such as ``n``, ``max_tokens``, ``temperature`` and
+            ``steering``.
+
+    Raises:
+        SteeringError: The engine refuses the arguments.
+        RuntimeError: Rows are missing.
+
+    Examples:
+        >>> found = rollouts(llm, chats, layer=12, n=8, max_tokens=64)  # doctest: +SKIP
+        >>> advantage = reward[found.prompts, found.samples] - value(found.rows)  # doctest: +SKIP
+    """
+    from vllm_steer.params import SamplingParams
+
+    if taken := {"capture", "logprobs"} & sampling.keys():
+        raise SteeringError(min(taken), "is set by rollouts; leave it out, or capture with llm.generate")
+    spec = {"hooks": {point: [layer]}, "positions": [[-1, None]]} | ({"dtype": dtype} if dtype else {})
+    params = SamplingParams(**sampling, logprobs=0, capture={"memory": spec})
+    several, chats = as_prompts(prompts)
+    with none_left_running(llm):
+        outputs = (llm.chat if chats else llm.generate)(several, params, use_tqdm=False)
+    found = [
+        _read(number, output, sample, before)
+        for number, output in enumerate(outputs)
+        for sample in sorted(output.outputs, key=lambda each: each.index)
+    ]
+    if not found:
+        raise SteeringError("prompts", "has no prompt")
+    return Rollouts(*map(torch.cat, zip(*found, strict=True)))
+
+
+def _read(number: int, output: Any, sample: Any, before: bool) -> Rollouts:
+    """Return the tokens of a sample that have rows."""
+    result = sample.capture_results["memory"]
+    if result.status != "ok":
+        raise RuntimeError(f"prompts[{number}], sample {sample.index}: {result.error}")
+    ((_, site),) = result.sites.items()
+    ids, first = list(sample.token_ids), len(output.prompt_token_ids)
+    row_of = {position: i for i, position in enumerate(site.positions.tolist())}
+    wanted = [i for i in range(len(ids)) if first + i - before in row_of]
+    entries = [(ids[i], first + i, number, sample.index) for i in wanted]
+    tokens, positions, prompts, samples = torch.tensor(entries, dtype=torch.int64).reshape(-1, 4).unbind(1)
+    return Rollouts(
+        rows=site.rows[[row_of[first + i - before] for i in wanted]],
+        token_ids=tokens,
+        logprobs=torch.tensor([sample.logprobs[i][ids[i]].logprob for i in wanted], dtype=torch.float32),
+        positions=positions,
+        prompts=prompts,
+        samples=samples,
+    )
