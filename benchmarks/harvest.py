@@ -2,10 +2,12 @@
 """Measure rows per second of ``harvest`` beside prompt tokens per second of stock vLLM without this package.
 
     python -m benchmarks.harvest --out benchmarks/results/harvest.json
+    python -m benchmarks.harvest --shape llama-8b --out benchmarks/results/gpu-harvest-llama-8b.json
 
 Both engines have the same model and settings, in processes of their own, and take turns in several rounds, in another
 order each round. All ways of a round run texts of the same lengths, which no other has. A row of ``harvest`` is one
 token at all layers of the way. Files go to the folder of temporary files. Only ratios within a round are meaningful.
+With a shape, the weights are random, in bfloat16 and with vLLM's compilation, for a GPU with room for both engines.
 """
 
 from __future__ import annotations
@@ -23,69 +25,78 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.build import identity
+from benchmarks.shapes import SHAPES, environment, save_shape
 
-TEXTS, TOKENS = 16, 128
 STOCK = "stock vLLM, prefill"
-WAYS: dict[str, Any] = {STOCK: None, "harvest, one layer": [15], "harvest, all layers": "all"}
+ONE, ALL = "harvest, one layer", "harvest, all layers"
+WAYS = (STOCK, ONE, ALL)
+LOCAL: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
+RANDOM: dict[str, Any] = {
+    "dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024,
+    "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 << 30, "max_num_batched_tokens": 8192,
+}  # fmt: skip
 
 
-def serve(pipe: Any, model: str, ways: list[str]) -> None:
+def serve(pipe: Any, model: str, ways: list[str], settings: dict[str, Any]) -> None:
     """Run an engine: receive a way and texts, and send the seconds that they took."""
     os.environ["VLLM_PLUGINS"] = "none" if ways == [STOCK] else "steering"
     import vllm
 
     import vllm_steer
 
-    settings: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "seed": 0}
-    llm: Any = (
-        vllm.LLM(model, **settings) if ways == [STOCK] else vllm_steer.LLM(model, enable_steering=True, **settings)
-    )
+    steering = {} if ways == [STOCK] else {"enable_steering": True}
+    llm: Any = (vllm_steer if steering else vllm).LLM(model, seed=0, **settings, **steering)
+    middle = llm.model_config.get_total_num_hidden_layers() // 2
     params = vllm.SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-    pipe.send(vllm.__version__)
+    pipe.send(None)
     while (given := pipe.recv()) is not None:
         way, texts = given
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as acts:
             started = time.perf_counter()
             if way == STOCK:
                 llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
             else:
                 from vllm_steer.lab import harvest
 
-                found = harvest(llm, texts, folder, layers=WAYS[way], positions="all_prompt")
-                assert found.rows == TEXTS * TOKENS, found
+                found = harvest(llm, texts, acts, layers="all" if way == ALL else [middle], positions="all_prompt")
+                assert found.rows == sum(map(len, texts)), found
             pipe.send(time.perf_counter() - started)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=".models/SmolLM2-135M-Instruct")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="random weights of this shape instead of a model")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--beside", default="nothing", help="other load on the machine, for the record")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR")
+    shape, folder = arguments.shape, tempfile.TemporaryDirectory()
+    model = str(save_shape(shape, Path(folder.name) / shape)) if shape else arguments.model
+    settings, count, length = (RANDOM, 256, 512) if shape else (LOCAL, 16, 128)
     context, random, pipes, rounds = multiprocessing.get_context("spawn"), np.random.default_rng(0), {}, []
     for ways in ([STOCK], [way for way in WAYS if way != STOCK]):
         pipe, other = context.Pipe()
-        context.Process(target=serve, args=(other, arguments.model, ways)).start()
+        context.Process(target=serve, args=(other, model, ways, settings)).start()
         other.close()  # so that the end of the process ends the pipe
-        version = pipe.recv()
+        pipe.recv()  # has started
         pipes.update(dict.fromkeys(ways, pipe))
     for _ in range(arguments.rounds + 1):  # the first one warms up
         speeds = {}
-        for way in random.permutation(list(WAYS)).tolist():
-            pipes[way].send((way, random.integers(1000, 40_000, (TEXTS, TOKENS)).tolist()))
-            speeds[way] = round(TEXTS * TOKENS / pipes[way].recv(), 1)
+        for way in random.permutation(WAYS).tolist():
+            pipes[way].send((way, random.integers(10, 2_000 if shape else 40_000, (count, length)).tolist()))
+            speeds[way] = round(count * length / pipes[way].recv(), 1)
         rounds.append({**speeds, "load_average": round(os.getloadavg()[0], 2)})
         print(json.dumps(rounds[-1]), flush=True)
     for pipe in set(pipes.values()):
         pipe.send(None)
-    about = {"cpus": os.cpu_count(), "machine": platform.machine(), "vllm": version, "beside": arguments.beside}
+    folder.cleanup()
+    about = {"cpus": os.cpu_count(), "machine": platform.machine(), "beside": arguments.beside}
     ratios = {way: [each[way] / each[STOCK] for each in rounds[1:]] for way in WAYS}
     result = {
-        "environment": {**about, **identity()},
-        "setup": {"model": Path(arguments.model).name, "texts": TEXTS, "tokens": TOKENS, "dtype": "float32"},
+        "environment": {**about, **environment()},
+        "setup": {"model": Path(model).name, "texts": count, "tokens": length, "dtype": settings["dtype"]},
         "rows_per_second": {way: round(statistics.median(each[way] for each in rounds[1:]), 1) for way in WAYS},
         "ratio": {way: [round(f(r), 3) for f in (statistics.median, min, max)] for way, r in ratios.items()},
         "rounds": rounds[1:],

@@ -11,6 +11,7 @@ import torch
 PROMPTS, LENGTH, BATCH = 256, 24, 32
 GRID_LENGTH = 16
 STEERED, NEW_TOKENS, STEERED_LAYER, READ_LAYER = 64, 16, 1, 2
+DOSED, DOSES = 8, [step / 8 for step in range(25)]
 Task = Callable[[], torch.Tensor]
 Tasks = Mapping[str, Task]
 
@@ -92,7 +93,22 @@ def hf_tasks(path: str) -> dict[str, Task]:
             handle.remove()
         return torch.cat(found, dim=1)
 
-    return {"activations": activations, "grid": grid, "steered": steered}
+    def doses() -> torch.Tensor:
+        vector, tokens, found = vectors(model.config.hidden_size)[0], TOKENS[:DOSED], []
+        for dose in DOSES:
+            handle = model.model.layers[STEERED_LAYER].register_forward_hook(
+                lambda m, a, out, added=dose * vector: with_rows(out, rows_of(out) + added)
+            )
+            with torch.no_grad():
+                written = model.generate(
+                    tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=NEW_TOKENS,
+                    min_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True,
+                )  # fmt: skip
+            handle.remove()
+            found.append(written.logits[0].log_softmax(-1).amax(-1))
+        return torch.cat(found)
+
+    return {"activations": activations, "grid": grid, "steered": steered, "doses": doses}
 
 
 def transformer_lens_tasks(path: str) -> dict[str, Task]:
@@ -200,7 +216,24 @@ def lens_tasks(llm: Any, params: Any, steering_vector: Any) -> dict[str, Task]:
         ]  # fmt: skip
         return run(REQUESTS, chosen)[0]
 
-    return {"activations": activations, "steered": steered}
+    def doses() -> torch.Tensor:
+        vector = vectors(llm.llm_engine.vllm_config.model_config.get_hidden_size())[:1]
+        chosen = [
+            params(
+                max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=1,
+                extra_args={
+                    "apply_steering_vectors": [
+                        steering_vector(activations=vector, layer_indices=[STEERED_LAYER], scale=dose)
+                    ]
+                },
+            )
+            for dose in DOSES
+            for _ in range(DOSED)
+        ]  # fmt: skip
+        outputs = llm.generate(REQUESTS[:DOSED] * len(DOSES), chosen, use_tqdm=False)
+        return torch.tensor([max(each.logprob for each in out.outputs[0].logprobs[0].values()) for out in outputs])
+
+    return {"activations": activations, "steered": steered, "doses": doses}
 
 
 ENGINE: dict[str, Any] = {

@@ -7,11 +7,12 @@
     VLLM_PLUGINS=activations python -m benchmarks.peers --case vllm-lens --out benchmarks/results/peers.json
 
 Each case runs in a process of its own, and those of peers in an environment that has the peer. Tasks: the output of
-each layer at all tokens of prompts; a patching grid of layers and positions; and generation in which each request has
-its own steering vector and returns the output of a layer. Prompts have equal lengths, so that no case pads. Results are
-seconds, the minimum of all runs: a case that runs again keeps its faster times. Answers are compared with those of HF
-Transformers, and the largest difference is stored; of generated tokens, whose choice may differ in near ties, only
-rows of the prompt are compared.
+each layer at all tokens of prompts; a patching grid of layers and positions; generation in which each request has its
+own steering vector and returns the output of a layer; and generation with 25 doses of one vector. Prompts have equal
+lengths, so that no case pads. Results are seconds, the minimum of all runs: a case that runs again keeps its faster
+times. HF Transformers takes turns with each case in one process, for the ratio of the latest run. Answers are compared
+with its answers, and the largest difference is stored; of generated tokens, whose choice may differ in near ties, only
+rows of the prompt or the first token are compared.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ import torch
 from benchmarks.peer_interfaces import interface_tasks
 from benchmarks.peer_tasks import (
     BATCH,
+    DOSED,
+    DOSES,
     GRID_LENGTH,
     LENGTH,
     NEW_TOKENS,
@@ -56,28 +59,30 @@ CASES: Mapping[str, tuple[Callable[[str], Mapping[str, Any]], tuple[str, ...]]] 
 """By name: the tasks, and the packages whose versions are stored. ``vllm-steer`` has tasks by interface."""
 
 
-def measure(task: Task) -> tuple[float, torch.Tensor]:
-    """Return the least seconds of several runs after a first one, and the answer."""
-    answer, least = task(), float("inf")
+def measure(*tasks: Task) -> tuple[list[float], list[torch.Tensor]]:
+    """Return the least seconds of several runs after a first one, in which tasks take turns, and the answers."""
+    answers, least = [task() for task in tasks], [float("inf")] * len(tasks)
     for _ in range(RUNS):
-        started = time.perf_counter()
-        answer = task()
-        least = min(least, time.perf_counter() - started)
-    return least, answer
+        for number, task in enumerate(tasks):
+            started = time.perf_counter()
+            answers[number] = task()
+            least[number] = min(least[number], time.perf_counter() - started)
+    return least, answers
 
 
 def run_case(tasks: Tasks, reference: Tasks, earlier: Mapping[str, Any]) -> dict[str, Any]:
     """Return the result of each task, with the lesser of these seconds and earlier ones."""
     found = {}
     for name, task in tasks.items():
-        seconds, answer = measure(task)
-        right, compared = reference[name](), answer.float()
+        (seconds, beside), (answer, right) = measure(task, reference[name])
+        compared = answer.float()
         if name == "steered":
             right, compared = right[:, :LENGTH], compared[:, :LENGTH]
         before = earlier.get(name, {"seconds": seconds, "runs": 0})
         found[name] = {
             "seconds": round(min(seconds, before["seconds"]), 4),
             "runs": before["runs"] + RUNS,
+            "ratio_in_this_run": round(seconds / beside, 3),
             "largest_difference": round(float((compared - right).abs().max()), 6),
         }
     return found
@@ -116,6 +121,7 @@ def main() -> None:
         "machine": platform.machine(), "cores": os.cpu_count(), "threads": args.threads, "torch": torch.__version__,
         "python": platform.python_version(), "model": args.model, "prompts": PROMPTS, "length": LENGTH,
         "grid_length": GRID_LENGTH, "batch": BATCH, "steered": STEERED, "new_tokens": NEW_TOKENS,
+        "dosed": DOSED, "doses": len(DOSES),
         "beside": args.beside,
     }  # fmt: skip
     args.out.write_text(json.dumps({"setup": about, "cases": cases}, indent=1) + "\n")

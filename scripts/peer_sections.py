@@ -35,6 +35,8 @@ TASKS = {
     "log-probabilities of the next token",
     "steered": "*Steered*: {new_tokens} generated tokens of {steered} prompts, each with its own vector at one layer, "
     "and the output of another layer at all tokens",
+    "doses": "*Doses*: {new_tokens} generated tokens of {dosed} prompts with {doses} doses of one vector at one layer "
+    "and all tokens",
 }
 """Description of the tasks of ``benchmarks/peers.py`` by name."""
 
