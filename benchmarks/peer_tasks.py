@@ -11,7 +11,7 @@ import torch
 PROMPTS, LENGTH, BATCH = 256, 24, 32
 GRID_LENGTH = 16
 STEERED, NEW_TOKENS, STEERED_LAYER, READ_LAYER = 64, 16, 1, 2
-DOSED, DOSES = 8, [step / 8 for step in range(25)]
+DOSED, DOSES = 8, [step / 4 for step in range(9)]
 Task = Callable[[], torch.Tensor]
 Tasks = Mapping[str, Task]
 
@@ -29,6 +29,18 @@ REQUESTS = [{"prompt_token_ids": row} for row in TOKENS[:STEERED].tolist()]
 def vectors(hidden: int) -> torch.Tensor:
     """Return a steering vector for each prompt of the task ``steered``, ``[prompts, hidden]``."""
     return torch.randn(STEERED, hidden, generator=torch.Generator().manual_seed(2))
+
+
+def collecting(streams: Callable[[torch.Tensor], torch.Tensor]) -> Task:
+    """Return the task ``activations`` with a function that returns all layers of a batch."""
+    return lambda: torch.cat([streams(batch) for batch in TOKENS.split(BATCH)], dim=1)
+
+
+def patched(stream: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
+    """Return the stream of ``GRID_LENGTH`` copies of a prompt, with position ``i`` of copy ``i`` replaced."""
+    stream, each = stream.clone(), torch.arange(GRID_LENGTH)
+    stream[each, each] = clean
+    return stream
 
 
 def hf_tasks(path: str) -> dict[str, Task]:
@@ -55,19 +67,13 @@ def hf_tasks(path: str) -> dict[str, Task]:
             handle.remove()
         return torch.stack(found)
 
-    def activations() -> torch.Tensor:
-        return torch.cat([streams(batch) for batch in TOKENS.split(BATCH)], dim=1)
-
     def grid() -> torch.Tensor:
         clean = streams(CLEAN[None])
         rows = []
         for layer, module in enumerate(model.model.layers):
 
             def put(m: Any, a: Any, out: Any, layer: int = layer) -> Any:
-                stream = rows_of(out).clone()
-                for i in range(GRID_LENGTH):
-                    stream[i, i] = clean[layer, 0, i]
-                return with_rows(out, stream)
+                return with_rows(out, patched(rows_of(out), clean[layer, 0]))
 
             handle = module.register_forward_hook(put)
             with torch.no_grad():
@@ -108,7 +114,7 @@ def hf_tasks(path: str) -> dict[str, Task]:
             found.append(written.logits[0].log_softmax(-1).amax(-1))
         return torch.cat(found)
 
-    return {"activations": activations, "grid": grid, "steered": steered, "doses": doses}
+    return {"activations": collecting(streams), "grid": grid, "steered": steered, "doses": doses}
 
 
 def transformer_lens_tasks(path: str) -> dict[str, Task]:
@@ -127,25 +133,19 @@ def transformer_lens_tasks(path: str) -> dict[str, Task]:
             _, cache = model.run_with_cache(tokens, names_filter=lambda name: name in names)
         return torch.stack([cache[name] for name in names])
 
-    def activations() -> torch.Tensor:
-        return torch.cat([streams(batch) for batch in TOKENS.split(BATCH)], dim=1)
-
     def grid() -> torch.Tensor:
         clean, rows = streams(CLEAN[None]), []
         for layer, name in enumerate(names):
 
             def put(stream: torch.Tensor, hook: Any, layer: int = layer) -> torch.Tensor:
-                stream = stream.clone()
-                for i in range(GRID_LENGTH):
-                    stream[i, i] = clean[layer, 0, i]
-                return stream
+                return patched(stream, clean[layer, 0])
 
             with torch.no_grad():
                 logits = model.run_with_hooks(CORRUPT.expand(GRID_LENGTH, -1), fwd_hooks=[(name, put)])
             rows.append(logits[:, -1].log_softmax(-1))
         return torch.stack(rows)
 
-    return {"activations": activations, "grid": grid}
+    return {"activations": collecting(streams), "grid": grid}
 
 
 def nnterp_tasks(path: str) -> dict[str, Task]:
@@ -163,9 +163,6 @@ def nnterp_tasks(path: str) -> dict[str, Task]:
             found = nnsight.save([model.layers_output[layer] for layer in range(count)])
         return torch.stack(list(found))
 
-    def activations() -> torch.Tensor:
-        return torch.cat([streams(batch) for batch in TOKENS.split(BATCH)], dim=1)
-
     def grid() -> torch.Tensor:
         clean, rows = streams(CLEAN[None]), []
         tokens = CORRUPT.expand(GRID_LENGTH, -1)
@@ -177,7 +174,7 @@ def nnterp_tasks(path: str) -> dict[str, Task]:
             rows.append(logits[:, -1].log_softmax(-1))
         return torch.stack(rows)
 
-    return {"activations": activations, "grid": grid}
+    return {"activations": collecting(streams), "grid": grid}
 
 
 def vllm_lens_tasks(path: str) -> dict[str, Task]:

@@ -8,7 +8,7 @@
 
 Each case runs in a process of its own, and those of peers in an environment that has the peer. Tasks: the output of
 each layer at all tokens of prompts; a patching grid of layers and positions; generation in which each request has its
-own steering vector and returns the output of a layer; and generation with 25 doses of one vector. Prompts have equal
+own steering vector and returns the output of a layer; and generation with nine doses of one vector. Prompts have equal
 lengths, so that no case pads. Results are seconds, the minimum of all runs: a case that runs again keeps its faster
 times. HF Transformers takes turns with each case in one process, for the ratio of the latest run. Answers are compared
 with its answers, and the largest difference is stored; of generated tokens, whose choice may differ in near ties, only
@@ -72,7 +72,7 @@ def measure(*tasks: Task) -> tuple[list[float], list[torch.Tensor]]:
 
 def run_case(tasks: Tasks, reference: Tasks, earlier: Mapping[str, Any]) -> dict[str, Any]:
     """Return the result of each task, with the lesser of these seconds and earlier ones."""
-    found = {}
+    found = dict(earlier)
     for name, task in tasks.items():
         (seconds, beside), (answer, right) = measure(task, reference[name])
         compared = answer.float()
@@ -99,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=tuple(CASES), required=True)
     parser.add_argument("--model", default="demo/model")
+    parser.add_argument("--tasks", nargs="+", help="run only some; the results of others are kept")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--beside", default="nothing", help="other load on the machine, for the record")
     parser.add_argument("--out", type=Path, required=True)
@@ -110,7 +111,8 @@ def main() -> None:
     cases, reference, tasks = stored.get("cases", {}), hf_tasks(args.model), make(args.model)
     by_name = {f"{OURS} as {peer}": each for peer, each in tasks.items()} if args.case == OURS else {args.case: tasks}
     versions = {name: _version(name) for name in packages}
-    for name, each in by_name.items():
+    for name, all_tasks in by_name.items():
+        each = {task: run for task, run in all_tasks.items() if task in (args.tasks or all_tasks)}
         earlier = cases.get(name, {})
         cases[name] = {
             "versions": versions,
