@@ -23,7 +23,7 @@ SAMPLING: dict[str, Any] = {"n": SAMPLES, "max_tokens": LENGTH, "temperature": 1
 def errors(found: Any, whole: Any, folder: Path, before: bool) -> tuple[float, float]:
     """Return the largest difference of rows and of log-probabilities from a forward pass over whole sequences."""
     hooked, rows, logprobs = Hooked(folder), [], []
-    for prompt, sample, position in zip(found.prompts.tolist(), found.samples.tolist(), found.positions, strict=True):
+    for prompt, sample, position in torch.stack([found.prompts, found.samples, found.positions], 1).tolist():
         written = whole.take((whole.prompts == prompt) & (whole.samples == sample)).token_ids.tolist()
         tokens = PROMPTS[prompt] + written
         rows.append(hooked.run(tokens)[LAYER, position - before])
