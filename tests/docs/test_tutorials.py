@@ -127,12 +127,13 @@ def test_the_tone_is_beyond_random_vectors(ran: Ran) -> None:
 
 @pytest.mark.slow
 def test_the_topic_is_in_the_rows(ran: Ran) -> None:
-    """Catches too few rows, lost labels, and a split that no longer leaks."""
+    """Catches too few rows, lost labels, a split that no longer leaks, and sampled rows that are no better than others."""
     space = ran.spaces["thousands-of-rows"]
     assert len(space["rows"][12]) >= 4_000
     assert space["captures"].missing() == []
     assert max(space["found"].values()) > 3 / len(space["TOPICS"])
     assert space["leaked"] > max(space["found"].values()) + 0.1
+    assert space["explained"]["answers"] > space["explained"]["questions"] + 0.2
 
 
 @pytest.mark.slow
