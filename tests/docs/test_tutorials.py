@@ -127,7 +127,7 @@ def test_the_tone_is_beyond_random_vectors(ran: Ran) -> None:
 
 @pytest.mark.slow
 def test_the_topic_is_in_the_rows(ran: Ran) -> None:
-    """Catches too few rows, lost labels, a split that no longer leaks, and sampled rows that are no better than others."""
+    """Catches too few rows, lost labels, a split that no longer leaks, and sampled rows that do not fit answers."""
     space = ran.spaces["thousands-of-rows"]
     assert len(space["rows"][12]) >= 4_000
     assert space["captures"].missing() == []
