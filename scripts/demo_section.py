@@ -16,11 +16,12 @@ TRY = """
 ```bash
 make studio    # to try it: a chat model with the studio, a page in the browser
 make demo      # measures the answers below; {minutes:.0f} minutes on {cpus} cores after the set-up
-pip install .  # to use it with your own vLLM 0.33 or 0.32, which stays as it is
+pip install .  # to use it beside your own vLLM 0.33 or 0.32, which stays as it is
 ```
 
-Run them in a checkout of this repository. The two `make` commands need no GPU and no vLLM of your own: the first of
-them puts vLLM's CPU build into `.venv` and the model into `.models` ({size}).
+Run them in a checkout of this repository. The two `make` commands need Python 3.11 or later, but no GPU and no vLLM of
+your own: the first of them puts vLLM's CPU build with PyTorch, several gigabytes, into `.venv`, and the model into
+`.models` ({size}).
 """
 
 ANSWERS = """

@@ -67,10 +67,10 @@ def code_of(kind: str, result: Mapping[str, Any]) -> str:
 
 
 def machine_of(result: Mapping[str, Any]) -> str:
-    """Return the GPU, without its maker, or "CPU"."""
+    """Return the GPU, without its maker and memory, or "CPU"."""
     environment = result["environment"]
     device = environment.get("gpu") or environment.get("device") or "CPU"
-    return str(device).removeprefix("NVIDIA ")
+    return str(device).removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
 
 
 class Cost(NamedTuple):

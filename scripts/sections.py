@@ -43,7 +43,8 @@ COSTS = (
 )
 
 SERVED = {
-    "vector": "server: an own vector in each request",
+    "idle": "server: no steering in any request",
+    "vector": "server: a vector in the body of each request",
     "probes": "server: 16 probes at one layer, returned at the end",
     "readouts": "server: 16 probes at one layer, streamed with each token",
     "gate": "server: an edit with a gate, its probe streamed with each token",
@@ -83,7 +84,7 @@ def cost_of(cost: Cost) -> Measured:
 GLANCE = """
 * **Speed** (layer sizes of Llama 3.1 8B, 256 requests at once{build}; the hosts ran other jobs too): {idle:.0%} of
   stock vLLM's throughput while no request steers ({idle_gpu}), {own:.0%} with different edits in each request
-  ({own_gpu}), {pictured:.0%} with 256 different vectors ({peers_gpu}). Through the server, with an own vector, 16
+  ({own_gpu}), {pictured:.0%} with 256 different vectors ({peers_gpu}). Through the server, with a vector, 16
   probes, a gate or a capture in each request: {low:.0%} to {high:.0%}, with {slow_low:.0%} to {slow_high:.0%} more
   time per token ({served_gpu}; [cost](#cost)).
 * **Memory and start** ({start_gpu}{build}): {less:.2f} GiB less for the key-value cache; a server starts {later:.0f}
@@ -98,6 +99,7 @@ def glance() -> str:
     idle, _, _, own, _ = (cost_of(cost) for cost in COSTS)
     served, started = read("gpu-serve-llama-8b.json"), read("gpu-start-llama-8b.json")
     ways = [each for each in served["figures"] if each["concurrency"] == 256 and each["way"] in SERVED]
+    ways = [each for each in ways if each["way"] != "idle"]
     throughput, slower = ([each[figure][0] for each in ways] for figure in ("tokens_per_second", "token_ms"))
     stock, steering = (started["servers"][kind] for kind in ("stock", "steering"))
     kinds = {"idle steps": idle.result, "steered steps": own.result, "server": served, "requests": started}
