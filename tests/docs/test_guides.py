@@ -147,6 +147,7 @@ def test_lab_guide_runs() -> None:
     written = "result.verdict in open('dose.html').read(), str(expression)"
     stored = "found.stored, found.rows == len(dataset), captures[3].tag, seen == 3 * len(dataset)"
     trained = "trained.result.better_than_chance, checked.better_than_chance, len(output.readouts['praise'].values)"
-    shown = run_python(offline_blocks(LAB), f"[{made}, {studied}, {written}, {stored}, {trained}]")
+    rolled = "tuple(sampled.rows.shape), len(reward)"
+    shown = run_python(offline_blocks(LAB), f"[{made}, {studied}, {written}, {stored}, {trained}, {rolled}]")
     assert shown[:6] == [[6, 19], True, 2, 2 * (2 + 4 + 5), True, "0.2 happy@first:20 + 0.5 ablate happy@after:20"]
-    assert shown[6:] == [16, True, "negative", True, True, True, 15]
+    assert shown[6:] == [16, True, "negative", True, True, True, 15, [2 * 2 * 7, 576], 2 * 2 * 7]
