@@ -2,6 +2,7 @@
 """Measure how long the studio's page blocks the browser while it shows a stream of 2,000 tokens with readouts.
 
     python -m benchmarks.page_frames --out benchmarks/results/page-frames.json
+    python -m benchmarks.page_frames --server http://127.0.0.1:8000 --out benchmarks/results/page-frames.json
 
 A server without a model serves the page and an answer of which each event is one token with five alternatives, a lens
 over ten layers, and a probe's value that colours it. Chromium without a display shows it in each view, at `RATES`
@@ -10,6 +11,9 @@ two calls of ``requestAnimationFrame``; a long task is one of more than 50 ms in
 mouse. The aim is that no frame is longer than :data:`AIM_MS` on an idle machine. A figure is the round with the
 shortest longest frame, because other work on the machine makes frames longer. CPU seconds are those of the page's
 thread, scripts and layout included; they depend less on other work.
+
+With the address of a running ``make studio``, it also measures the time from pressing Enter in Chat to the first token
+on the page, in turns with a client that sends the page's body with another message and reads the first event.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -27,6 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
@@ -159,12 +165,54 @@ def measure(browser: Any, view: str, rate: float) -> dict[str, Any]:
     }
 
 
+FIRST_TOKEN = """() => new Promise((resolve) => {
+  let pressed;
+  addEventListener("keydown", () => { pressed ??= performance.now(); }, { capture: true });
+  new MutationObserver((_, watching) => {
+    if (pressed && document.querySelector(".token")) {
+      watching.disconnect();
+      resolve(performance.now() - pressed);
+    }
+  }).observe(document.body, { childList: true, subtree: true });
+})"""
+"""Returns the milliseconds from the first key to the first token on the page."""
+
+
+def first_tokens(browser: Any, server: str, rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds to the first token, on the page and for a client, of each round."""
+    found: dict[str, list[float]] = {"page": [], "client": []}
+    client = httpx.Client(base_url=server, timeout=60)
+    for n in range(rounds + 1):  # the first one warms up
+        page = browser.new_page()
+        bodies: list[dict[str, Any]] = []
+        page.on("request", lambda each, bodies=bodies: each.method == "POST" and bodies.append(each.post_data_json))
+        page.goto(f"{server}/studio/#chat?maxTokens=8")
+        page.wait_for_load_state("networkidle")
+        page.get_by_label("Message", exact=True).fill(f"Question {n}: what is in a bakery?")
+        waiting = page.evaluate_handle(f"() => {{ const found = ({FIRST_TOKEN})(); return {{ found }}; }}")
+        page.get_by_label("Message", exact=True).press("Enter")
+        found["page"].append(round(page.evaluate("(handle) => handle.found", waiting), 1))
+        page.locator(".status", has_text="done").wait_for()
+        body = next(each for each in bodies if each.get("stream"))
+        page.close()
+        body["messages"][-1]["content"] = f"Inquiry {n}: what is in a bakery?"
+        started = time.perf_counter()
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            for line in response.iter_lines():
+                event = json.loads(line[6:]) if line.startswith("data: {") else {"choices": []}
+                if any(choice["delta"].get("content") for choice in event["choices"]):
+                    found["client"].append(round(1000 * (time.perf_counter() - started), 1))
+                    break
+    return {way: each[1:] for way, each in found.items()}
+
+
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--views", nargs="+", default=list(VIEWS))
+    parser.add_argument("--views", nargs="*", choices=list(VIEWS), default=list(VIEWS))
+    parser.add_argument("--server", help="address of a running `make studio`")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     figures = []
@@ -175,6 +223,7 @@ def main() -> None:
                 rounds = [measure(browser, view, rate) for _ in range(arguments.rounds)]
                 figures.append(min(rounds, key=lambda each: each["longest_frame_ms"]))
                 print(json.dumps(figures[-1]), flush=True)
+        first = first_tokens(browser, arguments.server, 10) if arguments.server else None
         chromium = browser.version
         browser.close()
     environment = {
@@ -182,6 +231,9 @@ def main() -> None:
         **identity(),
     }  # fmt: skip
     result = {"environment": environment, "aim_ms": AIM_MS, "rounds": arguments.rounds, "figures": figures}
+    if first:
+        result["first_token_ms"] = {**{way: statistics.median(each) for way, each in first.items()}, "rounds": first}
+        print(json.dumps(result["first_token_ms"]))
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
