@@ -108,7 +108,7 @@ class WorkerSteeringManager:
         self._speculative = speculative
         # Tokens whose row on the device may not be 0.
         self._num_assigned = 0
-        # What the row assignment on the device depends on; None if it is not valid for another step.
+        # Key of the row assignment on the device, which is valid for steps with an equal key; None if for none.
         self._assigned: Hashable = None
         self.hooks = self.tables.hooks
         # Whether the arena offsets on the device belong to the current assignment.
