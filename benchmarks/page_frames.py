@@ -8,9 +8,9 @@ A server without a model serves the page and an answer of which each event is on
 over ten layers, and a probe's value that colours it. Chromium without a display shows it in each view, at `RATES`
 tokens per second; rate 0 sends all tokens at once, as a proxy that buffers does. A frame's length is the time between
 two calls of ``requestAnimationFrame``; a long task is one of more than 50 ms in which the page answers no key and no
-mouse. The aim is that no frame is longer than :data:`AIM_MS` on an idle machine. The figure of a view and rate is the round
-with the median longest frame; other work on the machine makes frames longer. CPU seconds count the page's thread, with
-scripts and layout; they depend less on other work.
+mouse. The aim is that no frame is longer than :data:`AIM_MS` on an idle machine. The figure of a view and rate is the
+round with the median longest frame; other work on the machine makes frames longer. CPU seconds count the page's thread,
+with scripts and layout; they depend less on other work.
 
 With the address of a running ``make studio``, it also measures the time from pressing Enter in Chat to the first token
 on the page, in turns with a client that sends the page's body with another message and reads the first event.
