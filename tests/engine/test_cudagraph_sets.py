@@ -54,6 +54,8 @@ class Manager:
             CUDAGraphMode.PIECEWISE: [],
         }
         self._tables, self._wrappers = tables, wrappers
+        self.use_breakable_cg = False
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(use_kda_recoverssm=False))
         self.untapped: Any = None
         self.ran: list[bool] = []
 
@@ -320,6 +322,7 @@ class Size:
     num_tokens: int
     num_reqs: int | None
     kind: str = "decode"
+    cg_mode: Any = CUDAGraphMode.FULL
 
 
 VLLM_SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
@@ -349,7 +352,8 @@ def test_steered_steps_choose_sizes_with_graphs(tables: Tables, monkeypatch: pyt
     manager: Any = Manager(tables, [])
     batches = {n: Size(n, n) for n in VLLM_SIZES}
     manager._capture_descs = {CUDAGraphMode.FULL: list(batches.values())[::-1]}
-    manager.dispatch = lambda tokens: batches.get(tokens, "eager")
+    eager = Size(513, 1, cg_mode=CUDAGraphMode.NONE)
+    manager.dispatch = lambda tokens: batches.get(tokens, eager)
     sets.wrap_capture(manager, lambda: steered)
     manager.capture("model", has_lora=False)
     if steered:
@@ -359,5 +363,69 @@ def test_steered_steps_choose_sizes_with_graphs(tables: Tables, monkeypatch: pyt
     for size in VLLM_SIZES:
         assert manager.dispatch(size) in manager.graphs
         assert manager.dispatch(size).num_tokens == (min(n for n in TAPPED_SIZES if n >= size) if steered else size)
-    assert manager.dispatch(513) == "eager"
+    assert manager.dispatch(513) is eager
     assert len(manager.graphs) == len(TAPPED_SIZES if steered else VLLM_SIZES)
+
+
+class Pieces(Manager):
+    """Stand-in for a graph manager with piecewise graphs, whose wrapper has an entry for each size."""
+
+    sizes = (512, 496, 8)
+
+    def __init__(self, tables: Tables, wrappers: list[Wrapper]) -> None:
+        super().__init__(tables, wrappers)
+        mixed = [Size(n, None, "mixed", CUDAGraphMode.PIECEWISE) for n in self.sizes]
+        self._capture_descs = {CUDAGraphMode.PIECEWISE: mixed}
+
+    def capture(self, model: str, *, has_lora: bool) -> None:
+        launched = tuple(bool(site) for site in self._tables.active_sites)
+        for each in self._capture_descs.get(CUDAGraphMode.PIECEWISE, []):
+            self._wrappers[0].entries[each.num_tokens] = launched
+
+    def dispatch(self, tokens: int) -> Size:
+        fitting = [n for n in self.sizes if n >= tokens]
+        if not fitting:
+            return Size(tokens, 3, "mixed", CUDAGraphMode.NONE)
+        return Size(min(fitting), None, "mixed", CUDAGraphMode.PIECEWISE)
+
+
+@pytest.mark.parametrize("breakable", [False, True])
+def test_large_steered_steps_replay_pieces_with_all_taps(monkeypatch: pytest.MonkeyPatch, breakable: bool) -> None:
+    """Catches steered steps beyond vLLM's sizes without graphs, and such steps with the graphs of another set."""
+    tables = Tables(
+        SteeringConfig(max_rows=1, max_vectors=1, max_instructions=1, capture_rows=1), num_sites=LAYERS * POINTS,
+        hidden_size=8, max_tokens=900, max_requests=1, dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+    wrapper, untapped, steered = Wrapper(), FakeUntappedModel(), True
+    monkeypatch.setattr(cudagraph_sets, "_piecewise_wrappers", lambda: [wrapper])
+    monkeypatch.setattr(cudagraph_sets, "_entries_attribute", lambda wrapper: "entries")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    sets = CUDAGraphSetManager(tables, 3, POINTS, range(LAYERS), untapped, fewer_sizes=True)  # type: ignore[arg-type]
+    manager: Any = Pieces(tables, [wrapper])
+    manager.use_breakable_cg = breakable
+    sets.wrap_capture(manager, lambda: steered)
+    manager.capture("model", has_lora=False)
+    if breakable:
+        assert manager.dispatch(513).cg_mode == CUDAGraphMode.NONE
+        return
+    for tokens, size in ((513, 544), (544, 544), (545, 576), (768, 768), (769, 832), (832, 832)):
+        # With edits, and with a program whose edits are at other positions.
+        for select in (lambda: sets.select(using(3), 1), sets.select_idle):
+            chosen = manager.dispatch(tokens)
+            assert (chosen.num_tokens, chosen.cg_mode) == (size, CUDAGraphMode.PIECEWISE)
+            select()
+            assert launched_by(wrapper.entries[size]) == EVERY
+            assert untapped.tapped
+            sets.restore_model()
+    assert manager.dispatch(897).cg_mode == CUDAGraphMode.NONE  # no step has more than 900 tokens
+    manager.dispatch(600)
+    sets.select_idle()
+    assert manager.dispatch(8).num_tokens == 8
+    sets.select_idle()
+    assert launched_by(wrapper.entries[8]) == set()
+    steered = False
+    assert manager.dispatch(600) == Size(600, 3, "mixed", CUDAGraphMode.NONE)
+    sets.select_idle()
+    assert launched_by(wrapper.entries[8]) == set()
+    assert not untapped.tapped
+    assert 544 not in wrapper.entries

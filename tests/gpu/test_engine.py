@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from vllm_steer import LLM, Edit, SamplingParams
 pytestmark = pytest.mark.gpu
 
 HIDDEN, VOCAB, KINDS = 256, 512, ("add", "add_normed", "ablate", "clamp")
+LARGE = 20
+"""Number of requests whose prompts fill a step of 513 to 1,024 tokens."""
 VARIANTS = {
     "v2-graphs": {"enforce_eager": False},
     "v2-eager": {"enforce_eager": True},
@@ -89,6 +93,24 @@ def agree_until_a_tie(ours: Any, theirs: Any, tolerance: float) -> bool:
     return True
 
 
+@contextmanager
+def recorded_sizes(llm: LLM) -> Iterator[list[tuple[int, str]]]:
+    """Record the size and the kind of graph that runner V2 chooses for each step."""
+    manager = llm.llm_engine.model_executor.driver_worker.worker.model_runner.cudagraph_manager
+    sizes: list[tuple[int, str]] = []
+    dispatch = getattr(manager, "dispatch", None)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        batch = dispatch(*args, **kwargs)
+        sizes.append((batch.num_tokens, batch.cg_mode.name))
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dispatch is not None:
+            patch.setattr(manager, "dispatch", recorded)
+        yield sizes
+
+
 @pytest.fixture(scope="module")
 def results(model: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
@@ -105,6 +127,10 @@ def results(model: Path) -> dict[str, Any]:
         found[name] = answers(llm, prompts, params)
         found[name + "-alone"] = [answers(llm, p, s)[0] for p, s in zip(prompts[:12], params[:12], strict=True)]
         found[name + "-plain"] = answers(llm, prompts, plain)
+        llm.reset_prefix_cache()
+        with recorded_sizes(llm) as sizes:
+            found[name + "-large"] = answers(llm, prompts[:LARGE], params[:LARGE])
+        found[name + "-sizes"] = sizes
         found[name + "-runner"] = runner_of(llm)
         del llm
         gc.collect()
@@ -125,6 +151,14 @@ def test_variants_use_their_runner(results: dict[str, Any]) -> None:
 def test_graphs_and_runners_agree(results: dict[str, Any], name: str) -> None:
     """Catches taps that a graph froze or lost, and rows that one runner assigns differently."""
     assert agreement(results["v2-graphs"], results[name], 0.15) >= 0.97
+
+
+def test_large_steps_replay_graphs(results: dict[str, Any]) -> None:
+    """Catches steered steps beyond vLLM's largest graph that launch from Python, and wrong rows in their graphs."""
+    assert results["v2-graphs-sizes"][0][1] == "PIECEWISE"
+    assert 512 < results["v2-graphs-sizes"][0][0] <= 1024
+    assert agreement(results["v2-graphs-large"], results["v2-eager-large"], 0.15) >= 0.95
+    assert agreement(results["v2-graphs-large"], results["v2-graphs-plain"][:LARGE], 0.15) <= 0.8, "negative control"
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))

@@ -12,7 +12,9 @@ the others, and launch overhead matters most in small steps, so that set and tho
 graphs of small batches.
 
 Sets with taps have graphs of fewer batch sizes than vLLM's, so steered steps are padded a little more. Small batches
-wait for weights, so their padding takes hardly any time; larger ones take longer with each token.
+wait for weights, so their padding takes hardly any time; larger ones take longer with each token. The set of all taps
+also has piecewise graphs of batches up to twice as large as vLLM's: a busy server's steps with prompts exceed 512
+tokens, and without graphs the engine core's thread, which limits such a server, launches every kernel from Python.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -37,7 +39,7 @@ from vllm_steer.taps.tables import Tables
 
 logger = steering_logger(__name__)
 
-_FULL = CUDAGraphMode.FULL
+_FULL, _PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 SMALL_BATCH_TOKENS = 64
 """Largest batch, in tokens, for which the sets of layer ranges and of the taps within layers have graphs."""
 MEDIUM_BATCH_TOKENS = 256
@@ -109,12 +111,17 @@ class CUDAGraphSetManager:
         self._capturing: CUDAGraphSet | None = None
         # All batches that vLLM captures, by graph mode.
         self._batches: Mapping[Any, Sequence[Any]] = {}
+        # Whether the set of all taps has graphs of larger batches than vLLM's.
+        self._exceeds = False
+        # Whether the step whose size was chosen last is so large that only the set of all taps has its graphs.
+        self._large = False
         # The set that was selected last for a step with edits or captures, and the version of the sites it is for.
         self._selected = (-1, self._all_taps)
 
     def observe_profiling(self, manager: Any) -> None:
         """Read the batches that vLLM's graph manager captures."""
         self._batches = manager._capture_descs
+        self._exceeds = self._may_exceed(manager)
 
     def memory_of_all_sets(self, one_set: int) -> int:
         """Return the memory of all sets in bytes.
@@ -132,6 +139,8 @@ class CUDAGraphSetManager:
         """Return the batch descriptors of a set with taps by graph mode, given vLLM's."""
         found = {mode: self._captured(each) for mode, each in all_batches.items()}
         if graphs not in self._partial:
+            if _PIECEWISE in found:
+                found[_PIECEWISE] = [*self._beyond(all_batches)[::-1], *found[_PIECEWISE]]
             return found
         return {_FULL: [batch for batch in found.get(_FULL, ()) if batch.num_tokens <= graphs.max_tokens]}
 
@@ -142,6 +151,15 @@ class CUDAGraphSetManager:
         replaced = larger_batches(batches)
         return [batch for batch in batches if batch not in replaced]
 
+    def _beyond(self, all_batches: Mapping[Any, Sequence[Any]]) -> list[Any]:
+        """Return the descriptors of the batches larger than vLLM's that the set of all taps has graphs for."""
+        return batches_beyond(all_batches.get(_PIECEWISE, ()), len(self._tables.token_row)) if self._exceeds else []
+
+    def _may_exceed(self, manager: Any) -> bool:
+        """Return whether this model's pieces can be captured with more tokens than vLLM captures."""
+        cache = manager.vllm_config.cache_config
+        return self._fewer_sizes and not manager.use_breakable_cg and not getattr(cache, "use_kda_recoverssm", False)
+
     def _sets(self) -> list[CUDAGraphSet]:
         """Return the distinct sets in capture order. Partial sets share the piecewise graphs of an earlier set."""
         return list(dict.fromkeys((self._no_taps, self._all_taps, *self._partial)))
@@ -150,8 +168,9 @@ class CUDAGraphSetManager:
         """Prepare a forward pass without edits and captured rows, or the recording of the current set."""
         capturing = self._capturing
         self._tables.active_sites = self._tables.no_sites if capturing is None else capturing.sites
-        self._select_model(tapped=(capturing or self._no_taps) is not self._no_taps)
-        self._use(self._no_taps)
+        graphs = self._all_taps if self._large else self._no_taps
+        self._select_model(tapped=(capturing or graphs) is not self._no_taps)
+        self._use(graphs)
 
     def select(self, site_users: Sequence[int], version: int) -> None:
         """Prepare a forward pass with edits or captures.
@@ -166,12 +185,13 @@ class CUDAGraphSetManager:
             return
         if self._selected[0] != version:
             self._selected = (version, self._smallest(site_users))
-        graphs = self._selected[1]
+        graphs = self._all_taps if self._large else self._selected[1]
         self._select_model(tapped=graphs is not self._no_taps)
         self._use(graphs)
 
     def restore_model(self) -> None:
         """Restore the model's own modules after a forward pass, for code that walks the model between steps."""
+        self._large = False
         self._select_model(tapped=True)
 
     def compile_untapped(self, run: Callable[[int], torch.Tensor | None], max_tokens: int) -> None:
@@ -233,6 +253,7 @@ class CUDAGraphSetManager:
         """
         install(GRAPHS)
         original: Callable[..., None] = manager.capture
+        self._exceeds = self._may_exceed(manager)
         if self._fewer_sizes:
             self._wrap_dispatch(manager, is_steered)
 
@@ -262,10 +283,21 @@ class CUDAGraphSetManager:
         """Make ``manager.dispatch`` choose sizes of sets with taps for steered steps."""
         dispatch: Callable[..., Any] = manager.dispatch
         larger = {key: value for each in manager._capture_descs.values() for key, value in larger_batches(each).items()}
+        beyond = self._beyond(manager._capture_descs)
 
         def choose(*args: Any, **kwargs: Any) -> Any:
             batch = dispatch(*args, **kwargs)
-            return larger.get(batch, batch) if is_steered() else batch
+            self._large = False
+            if not is_steered() or self._manager is None:
+                return batch
+            if batch.cg_mode != CUDAGraphMode.NONE or not beyond or batch.num_tokens > beyond[-1].num_tokens:
+                return larger.get(batch, batch)
+            kind = {**_kind(batch), "cg_mode": _PIECEWISE}
+            for each in beyond:
+                if each.num_tokens >= batch.num_tokens and _kind(each) == kind:
+                    self._large = True
+                    return each
+            return batch
 
         manager.dispatch = choose
 
@@ -328,6 +360,19 @@ def larger_batches(batches: Sequence[Any]) -> dict[Any, Any]:
         if alike:
             found[batch] = max(alike, key=lambda each: each.num_tokens)
     return found
+
+
+def batches_beyond(batches: Sequence[Any], most: int) -> list[Any]:
+    """Return descriptors of piecewise graphs for batches up to twice as large as vLLM's largest, smallest first.
+
+    Args:
+        batches: vLLM's descriptors of piecewise graphs.
+        most: Largest number of tokens of a step.
+    """
+    top = max((each.num_tokens for each in batches), default=0)
+    largest = [each for each in batches if each.num_tokens == top]
+    sizes = [n for n in range(top + 32, min(2 * top, most) + 1, 32) if n <= 1.5 * top or n % 64 == 0]
+    return [replace(each, num_tokens=n) for n in sizes for each in largest]
 
 
 def _size_step(tokens: int) -> int:
