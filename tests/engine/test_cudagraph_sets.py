@@ -376,10 +376,15 @@ class Pieces(Manager):
         super().__init__(tables, wrappers)
         mixed = [Size(n, None, "mixed", CUDAGraphMode.PIECEWISE) for n in self.sizes]
         self._capture_descs = {CUDAGraphMode.PIECEWISE: mixed}
+        self.hidden_states: Any = None
+        self.aux_hidden_states: list[Any] = []
 
     def capture(self, model: str, *, has_lora: bool) -> None:
         launched = tuple(bool(site) for site in self._tables.active_sites)
         for each in self._capture_descs.get(CUDAGraphMode.PIECEWISE, []):
+            if self.hidden_states is None:
+                self.hidden_states = each.num_tokens
+            assert each.num_tokens <= self.hidden_states, "vLLM's warm-up copies its output to this buffer"
             self._wrappers[0].entries[each.num_tokens] = launched
 
     def dispatch(self, tokens: int) -> Size:
@@ -408,6 +413,7 @@ def test_large_steered_steps_replay_pieces_with_all_taps(monkeypatch: pytest.Mon
     if breakable:
         assert manager.dispatch(513).cg_mode == CUDAGraphMode.NONE
         return
+    assert manager.hidden_states == 512
     for tokens, size in ((513, 544), (544, 544), (545, 576), (768, 768), (769, 832), (832, 832)):
         # With edits, and with a program whose edits are at other positions.
         for select in (lambda: sets.select(using(3), 1), sets.select_idle):

@@ -133,14 +133,13 @@ class CUDAGraphSetManager:
             one_set: vLLM's estimate for one complete set, with full and piecewise graphs.
         """
         others = (self._batches_of(graphs, self._batches) for graphs in self._sets() if graphs is not self._no_taps)
-        return one_set + self._layers * _LAYER_BYTES * sum(len(each) for modes in others for each in modes.values())
+        graphs = sum(len(each) for modes in others for each in modes.values()) + len(self._beyond(self._batches))
+        return one_set + self._layers * _LAYER_BYTES * graphs
 
     def _batches_of(self, graphs: CUDAGraphSet, all_batches: Mapping[Any, Sequence[Any]]) -> dict[Any, list[Any]]:
         """Return the batch descriptors of a set with taps by graph mode, given vLLM's."""
         found = {mode: self._captured(each) for mode, each in all_batches.items()}
         if graphs not in self._partial:
-            if _PIECEWISE in found:
-                found[_PIECEWISE] = [*self._beyond(all_batches)[::-1], *found[_PIECEWISE]]
             return found
         return {_FULL: [batch for batch in found.get(_FULL, ()) if batch.num_tokens <= graphs.max_tokens]}
 
@@ -268,7 +267,8 @@ class CUDAGraphSetManager:
                     if graphs in self._partial:
                         graphs.piecewise = self._all_taps.piecewise
                     self.select_idle()
-                    self._capture(manager, graphs, original, args, kwargs)
+                    beyond = self._beyond(all_batches) if graphs is self._all_taps else []
+                    self._capture(manager, graphs, _with_larger(manager, original, beyond[::-1]), args, kwargs)
             finally:
                 manager._capture_descs = all_batches
                 self._capturing = None
@@ -326,6 +326,25 @@ class CUDAGraphSetManager:
             time.perf_counter() - started,
             (free - torch.cuda.mem_get_info()[0]) / 2**20,
         )
+
+
+def _with_larger(manager: Any, original: Callable[..., None], batches: list[Any]) -> Callable[..., None]:
+    """Return ``manager.capture`` that first captures ``batches``, whose outputs are larger than its buffers for them.
+
+    Each warm-up copies its output to a buffer of vLLM's largest batch, to which captured full graphs refer
+    (``v1/worker/gpu/cudagraph_utils.py``, ``store_capture_output``). Piecewise graphs return their output instead.
+    """
+
+    def capture(*args: Any, **kwargs: Any) -> None:
+        own = manager._capture_descs, manager.hidden_states, manager.aux_hidden_states
+        try:
+            manager._capture_descs, manager.hidden_states, manager.aux_hidden_states = {_PIECEWISE: batches}, None, []
+            original(*args, **kwargs)
+        finally:
+            manager._capture_descs, manager.hidden_states, manager.aux_hidden_states = own
+        original(*args, **kwargs)
+
+    return capture if batches else original
 
 
 @cache
