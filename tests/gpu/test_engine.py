@@ -96,7 +96,8 @@ def agree_until_a_tie(ours: Any, theirs: Any, tolerance: float) -> bool:
 @contextmanager
 def recorded_sizes(llm: LLM) -> Iterator[list[tuple[int, str]]]:
     """Record the size and the kind of graph that runner V2 chooses for each step."""
-    manager = llm.llm_engine.model_executor.driver_worker.worker.model_runner.cudagraph_manager
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    manager = getattr(runner, "cudagraph_manager", None)  # runner V1 has none
     sizes: list[tuple[int, str]] = []
     dispatch = getattr(manager, "dispatch", None)
 
