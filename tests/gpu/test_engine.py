@@ -123,7 +123,7 @@ def results(model: Path) -> dict[str, Any]:
             choose_runner(patch, settings.pop("runner", "1"))
             llm = LLM(
                 model=str(model), enable_steering=True, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True,
-                gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, max_num_seqs=64, **settings,
+                gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, max_num_seqs=256, **settings,
             )  # fmt: skip
         found[name] = answers(llm, prompts, params)
         found[name + "-alone"] = [answers(llm, p, s)[0] for p, s in zip(prompts[:12], params[:12], strict=True)]
