@@ -11,7 +11,8 @@ import torch
 PROMPTS, LENGTH, BATCH = 256, 24, 32
 GRID_LENGTH = 16
 STEERED, NEW_TOKENS, STEERED_LAYER, READ_LAYER = 64, 16, 1, 2
-DOSED, DOSES = 8, [step / 4 for step in range(9)]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DOSED, DOSES = 64 if DEVICE == "cuda" else 8, [step / 4 for step in range(9)]
 Task = Callable[[], torch.Tensor]
 Tasks = Mapping[str, Task]
 
@@ -47,7 +48,7 @@ def hf_tasks(path: str) -> dict[str, Task]:
     """Return the tasks with forward hooks of PyTorch."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(DEVICE)
 
     def rows_of(out: Any) -> torch.Tensor:
         rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
@@ -100,7 +101,7 @@ def hf_tasks(path: str) -> dict[str, Task]:
         return torch.cat(found, dim=1)
 
     def doses() -> torch.Tensor:
-        vector, tokens, found = vectors(model.config.hidden_size)[0], TOKENS[:DOSED], []
+        vector, tokens, found = vectors(model.config.hidden_size)[0].to(DEVICE), TOKENS[:DOSED].to(DEVICE), []
         for dose in DOSES:
             handle = model.model.layers[STEERED_LAYER].register_forward_hook(
                 lambda m, a, out, added=dose * vector: with_rows(out, rows_of(out) + added)
@@ -111,7 +112,7 @@ def hf_tasks(path: str) -> dict[str, Task]:
                     min_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True,
                 )  # fmt: skip
             handle.remove()
-            found.append(written.logits[0].log_softmax(-1).amax(-1))
+            found.append(written.logits[0].log_softmax(-1).amax(-1).cpu())
         return torch.cat(found)
 
     return {"activations": collecting(streams), "grid": grid, "steered": steered, "doses": doses}
@@ -234,7 +235,8 @@ def lens_tasks(llm: Any, params: Any, steering_vector: Any) -> dict[str, Task]:
 
 
 ENGINE: dict[str, Any] = {
-    "dtype": "float32", "enforce_eager": True, "disable_log_stats": True, "max_num_seqs": 256, "max_logprobs": -1,
-    "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
+    "dtype": "float32", "enforce_eager": DEVICE == "cpu", "disable_log_stats": True, "max_num_seqs": 256,
+    "max_logprobs": -1, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
+    **({"gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}),
 }  # fmt: skip
 """Arguments of both engines."""

@@ -12,7 +12,9 @@ own steering vector and returns the output of a layer; and generation with nine 
 lengths, so that no case pads. Results are seconds, the minimum of all runs: a case that runs again keeps its faster
 times. HF Transformers takes turns with each case in one process, for the ratio of the latest run. Answers are compared
 with its answers, and the largest difference is stored; of generated tokens, whose choice may differ in near ties, only
-rows of the prompt or the first token are compared.
+rows of the prompt or the first token are compared. On a GPU, which only the task ``doses`` uses, it has more prompts:
+
+    python -m benchmarks.peers --case vllm-steer --tasks doses --model .models/SmolLM2-135M-Instruct --out FILE
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import torch
 from benchmarks.peer_interfaces import interface_tasks
 from benchmarks.peer_tasks import (
     BATCH,
+    DEVICE,
     DOSED,
     DOSES,
     GRID_LENGTH,
@@ -46,6 +49,7 @@ from benchmarks.peer_tasks import (
     transformer_lens_tasks,
     vllm_lens_tasks,
 )
+from benchmarks.shapes import environment
 
 RUNS = 5
 OURS, REFERENCE = "vllm-steer", "HF Transformers"
@@ -113,6 +117,8 @@ def main() -> None:
     versions = {name: _version(name) for name in packages}
     for name, all_tasks in by_name.items():
         each = {task: run for task, run in all_tasks.items() if task in (args.tasks or all_tasks)}
+        if not each:
+            continue
         earlier = cases.get(name, {})
         cases[name] = {
             "versions": versions,
@@ -124,7 +130,7 @@ def main() -> None:
         "python": platform.python_version(), "model": args.model, "prompts": PROMPTS, "length": LENGTH,
         "grid_length": GRID_LENGTH, "batch": BATCH, "steered": STEERED, "new_tokens": NEW_TOKENS,
         "dosed": DOSED, "doses": len(DOSES),
-        "beside": args.beside,
+        "beside": args.beside, **(environment() if DEVICE == "cuda" else {}),
     }  # fmt: skip
     args.out.write_text(json.dumps({"setup": about, "cases": cases}, indent=1) + "\n")
 
