@@ -133,7 +133,7 @@ def _parsed(module: str) -> Parsed:
     tree = ast.parse(path.read_text())
     package = module.split(".") if base.is_dir() else module.split(".")[:-1]
     imports = {}
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*start, *([node.module] if node.module else [])])
@@ -150,6 +150,14 @@ def _parsed(module: str) -> Parsed:
         if isinstance(target, ast.Name)
     }
     return Parsed(found, imports, dicts)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and the statements within it, but no expressions, which are most of a file's nodes."""
+    yield node
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(node, name, ()):
+            yield from _statements(each)
 
 
 def _in_tables(parsed: Parsed, cls: str) -> set[str]:

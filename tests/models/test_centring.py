@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,12 @@ def test_centred_layers_have_recipes() -> None:
     assert set(RECIPES) >= _CENTRED_LAYERS
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[ReferenceProcess]:
+    with ReferenceProcess() as process:
+        yield process
+
+
 @pytest.mark.parametrize(
     ("name", "embeddings", "projections", "axis"),
     [
@@ -153,14 +160,13 @@ def test_centred_layers_have_recipes() -> None:
     ],
 )
 def test_centred_models_compute_the_same(
-    name: str, embeddings: tuple[str, ...], projections: tuple[str, ...], axis: int
+    process: ReferenceProcess, name: str, embeddings: tuple[str, ...], projections: tuple[str, ...], axis: int
 ) -> None:
     """Catches a model in the table whose outputs change with its row means, or whose centred rows are others.
 
     ``axis`` is the axis of the rows' components in the weights of projections.
     """
-    with ReferenceProcess() as process:
-        found: Outputs = process.run(plain_and_centred, name, embeddings, projections, axis)
+    found: Outputs = process.run(plain_and_centred, name, embeddings, projections, axis)
     assert found.centred > 2 * found.layers
     mean = found.plain_rows.mean(-1, keepdim=True)
     assert mean.abs().min() > 1e-3

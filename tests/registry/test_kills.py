@@ -21,6 +21,8 @@ from vllm_steer.registry.storage import open_store
 from vllm_steer.registry.module import parse_module
 from vllm_steer.registry.index import RegistryLimits
 root, rounds, writers, early = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "early"
+if "://" in root:
+    import psycopg, vllm_steer.registry.database
 draw = random.Random(0)
 
 def write(number, pipe):

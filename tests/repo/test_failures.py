@@ -7,6 +7,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 
 from tests.repo.tree import python_files, read
 
@@ -24,11 +25,13 @@ def marks(source: str) -> Iterator[tuple[int, bool]]:
                     yield ast.literal_eval(number), keywords.get("control", False)
 
 
+@cache
 def marks_by_failure() -> dict[int, set[bool]]:
     """Return, for each failure number, whether the tests that carry it are tests, controls, or both."""
     kinds: dict[int, set[bool]] = defaultdict(set)
     for path in python_files("tests"):
-        for number, control in marks(read(path)):
+        source = read(path)
+        for number, control in marks(source) if "mark.failure" in source else ():
             kinds[number].add(control)
     return kinds
 

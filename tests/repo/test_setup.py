@@ -84,6 +84,7 @@ def test_unknown_lane_is_refused(clone: Path) -> None:
     assert_refused(set_up(clone, LANE="gpu"), "LANE is 'gpu'", "cpu or cuda")
 
 
+@pytest.mark.slow
 def test_missing_network_is_reported(clone: Path) -> None:
     """Catches pip's raw output as the only message, and a stamp after a failed set-up."""
     done = set_up(clone, PYTHON=sys.executable)
