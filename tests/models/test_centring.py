@@ -150,6 +150,7 @@ def process() -> Iterator[ReferenceProcess]:
         yield process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "embeddings", "projections", "axis"),
     [

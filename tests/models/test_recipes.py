@@ -73,6 +73,7 @@ def test_classes_are_registered_once() -> None:
     assert not RECIPES.keys() & UNSUPPORTED.keys()
 
 
+@pytest.mark.slow
 def test_every_registered_architecture_has_a_status() -> None:
     """Catches an architecture that a new version of vLLM adds and that the results do not know."""
     results = architectures.load()

@@ -134,16 +134,19 @@ def test_rejects_content_whose_file_cannot_be_read(backend: Backend, monkeypatch
     assert len(backend.digests()) == 1
 
 
-def test_rejects_global_steering_that_grows_beyond_the_edits_of_a_module(backend: Backend) -> None:
+def test_rejects_global_steering_that_grows_beyond_the_edits_of_a_module(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches global steering that was set in several parts, and with which no server starts again."""
+    monkeypatch.setattr("vllm_steer.registry.module.MAX_EDITS", 64)
     one = registry(backend.open())
     edit = {"kind": "add", "point": "post_block", "layers": 0, "vector": vector(1)}
-    one.set(edits=[edit] * 4095, base={"post_block": {1: vector(2)}})
+    one.set(edits=[edit] * 63, base={"post_block": {1: vector(2)}})
     before = one.set(base={"post_block": {1: vector(3)}})
-    with pytest.raises(SteeringError, match="decode: would increase global steering to 4097 edits; at most 4096"):
+    with pytest.raises(SteeringError, match="decode: would increase global steering to 65 edits; at most 64"):
         one.set(decode={"post_block": {1: vector(2)}})
-    with pytest.raises(SteeringError, match="edits: would increase global steering to 4097 edits; at most 4096"):
-        one.set(edits=[edit] * 4096)
+    with pytest.raises(SteeringError, match="edits: would increase global steering to 65 edits; at most 64"):
+        one.set(edits=[edit] * 64)
     assert registry(backend.open()).status() == before
 
 

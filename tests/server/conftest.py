@@ -5,18 +5,29 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.server.server import run_server, save_model
+from vllm_steer.capture.consumers import discovery
+
+_read_once = cache(entry_points)
 
 
 @pytest.fixture(autouse=True)
 def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Redirect temporary files of in-process applications to the test's folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def packages_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look once for consumers of installed packages, not for each application: it reads the metadata of all."""
+    monkeypatch.setattr(discovery, "entry_points", _read_once)
 
 
 @pytest.fixture(scope="session")
