@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model and servers shared by the server tests."""
+"""Model and servers shared by the server tests.
+
+Imports are in the fixtures, because pytest-xdist's own process imports this file before the workers start.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from tests.server.server import run_server, save_model
-from vllm_steer.capture.consumers import discovery
 
 _read_once = cache(entry_points)
 
@@ -27,11 +27,13 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def packages_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look once for consumers of installed packages, not for each application: it reads the metadata of all."""
-    monkeypatch.setattr(discovery, "entry_points", _read_once)
+    monkeypatch.setattr("vllm_steer.capture.consumers.discovery.entry_points", _read_once)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.server.server import save_model
+
     return save_model(tmp_path_factory.mktemp("model"))
 
 
@@ -43,6 +45,8 @@ def capture_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def url(model: Path, capture_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from tests.server.server import run_server
+
     flags = ["--enable-steering", "--steering-max-body-mib", "1", "--enable-scale-out"]
     flags += ["--capture-consumers", f"filesystem:root={capture_root}"]
     flags += ["--capture-inline-kib", "16", "--capture-store-mib", "1", "--capture-expiry-s", "15"]
