@@ -33,7 +33,6 @@ DEPENDS_ON: Mapping[str, tuple[str, ...]] = {
     "idle steps": _STEP,
     "steered steps": (*_STEP, "program"),
     "captured steps": _CAPTURED,
-    "host part of steps": (*_STEP, "program", "capture"),
     "requests": _FRONT_END,
     "server": (*_CAPTURED, *_FRONT_END, "server", "metrics"),
     "patching": (*_CAPTURED, *_FRONT_END, "patching"),

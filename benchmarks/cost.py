@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the cost of steering and capture on a GPU, as ratios to stock vLLM in paired runs.
 
-    python -m benchmarks.cost --shapes llama-8b --out benchmarks/results/gpu-cost-{shape}.json
+    python -m benchmarks.cost --groups "llama-8b, one pair" --out benchmarks/results/gpu-cost-{shape}.json
 
 A stock engine and a steered engine run on the same GPU in separate processes and take turns: every repetition of every
 variant is measured next to a repetition of stock. The script stores all raw times. Times per token are those of the
@@ -10,10 +10,9 @@ first token are means of several runs. The models have random weights, decoding 
 sequence, and the prefix cache is off. The engines of all shapes start together, and the shapes are measured one after
 the other.
 
-With ``--control``, a second stock engine is measured in the place of the steered one: "stock again" shows how far two
-identical engines differ. Several ``--pairs`` of engines reduce this error. A batch above 256 is a queue:
-only 256 of its short prompts run at a time, and only its throughput is measured. ``--groups`` selects groups of
-measurements from ``benchmarks/groups.py``.
+``benchmarks/groups.py`` has the groups of measurements. In "stock again", a second stock engine is measured in the
+place of the steered one, which shows how far two identical engines differ. Several pairs of engines reduce this error.
+A batch above 256 is a queue: only 256 of its short prompts run at a time, and only its throughput is measured.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from vllm_steer import SteeringConfig
 AT_ONCE = 256
 FIRST_TOKENS = 5
 """Number of runs of one token that are averaged, because single runs of an engine differ by up to a third."""
-PREFILLED = ("idle", "one site")
 
 
 def serve(who: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
@@ -223,30 +221,6 @@ def record(result: dict[str, Any], out: Path, name: str, batch: str, found: dict
     print(f"{result['shape']:12} {name:42} {batch:12} {shown}", flush=True)
 
 
-def select_groups(arguments: argparse.Namespace) -> list[BenchmarkGroup]:
-    """Return the groups selected by name, or one group per shape built from the other options."""
-    if arguments.groups:
-        return [GROUPS[name] for name in arguments.groups]
-    named = arguments.only or [*variants(2, 8), *([CONTROL] if arguments.control else [])]
-    cells = tuple(
-        each if "@" in each else f"{each}@{','.join(usual_batches(each, arguments.batches))}" for each in named
-    )
-    return [
-        BenchmarkGroup(
-            shape, arguments.kv_gib, cells, pairs=arguments.pairs, repeats=arguments.repeats,
-            generated=arguments.generated, tensor_parallel=arguments.tensor_parallel,
-        )
-        for shape in arguments.shapes
-    ]  # fmt: skip
-
-
-def usual_batches(variant: str, batches: list[str]) -> list[str]:
-    """Return the selected batches at which the variant is measured, plus prefill for some variants."""
-    if variant == "capture all layers, all tokens":
-        return [batch for batch in batches if int(batch) <= 128]
-    return [*batches, *([PREFILL] if variant in PREFILLED else [])]
-
-
 def engine_settings(group: BenchmarkGroup) -> BenchmarkGroup:
     """Return the engine settings of a group. Groups with equal settings share their engines."""
     return group._replace(cells=(), repeats=0, generated=0)
@@ -273,23 +247,11 @@ def start(groups: list[BenchmarkGroup], steering: dict[str, Any], folder: Path) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="output file; {shape} is replaced")
-    parser.add_argument(
-        "--groups", nargs="+", choices=list(GROUPS), help="groups of benchmarks/groups.py, instead of the options below"
-    )
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["llama-8b"])
-    parser.add_argument("--batches", nargs="+", default=["1", "8", "32", "128", "256"])
-    parser.add_argument("--only", nargs="+", help="variants to measure, as NAME or NAME@BATCH,BATCH,prefill")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--generated", type=int, default=256)
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), required=True)
     parser.add_argument("--graph-sets", type=int, default=SteeringConfig().graph_sets)
     parser.add_argument("--plain-code", action=argparse.BooleanOptionalAction, help="the setting plain_code")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--kv-gib", type=float, default=12, help="KV cache of each engine on each GPU, in GiB")
-    parser.add_argument("--pairs", type=int, default=1, help="number of engine pairs per shape")
-    parser.add_argument("--control", action="store_true", help="measure a second stock engine, too")
-    parser.add_argument("--after", type=Path, help="start measuring when this file exists")
     arguments = parser.parse_args()
-    groups = select_groups(arguments)
+    groups = [GROUPS[name] for name in arguments.groups]
     started: dict[BenchmarkGroup, dict[str, list[Engine]]] = {}
     results: dict[Path, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -301,16 +263,14 @@ def main() -> None:
             # A starting engine would disturb the measurements.
             for engine in all_engines(started):
                 engine.wait()
-            while arguments.after is not None and not arguments.after.exists():
-                time.sleep(0.1)
-            for i, group in enumerate(groups):
+            for name, group in zip(arguments.groups, groups, strict=True):
                 out = Path(str(arguments.out).format(shape=group.shape))
                 result = results.setdefault(out, {
                     "shape": group.shape, "graph_sets": arguments.graph_sets, "plain_code": arguments.plain_code,
                     "tensor_parallel": group.tensor_parallel,
                     "groups": [], "environment": environment(), "variants": {},
                 })  # fmt: skip
-                result["groups"] += arguments.groups[i : i + 1] if arguments.groups else []
+                result["groups"].append(name)
                 measure(group, started[engine_settings(group)], result, out)
         finally:
             for engine in all_engines(started):

@@ -20,9 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import SHAPES, environment, save_shape
-from benchmarks.trace import work_of
 
 STEPS = 4
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def work_of(profiler: Any) -> list[dict[str, Any]]:
+    """Return the kernels and copies that a stopped profiler recorded, sorted by stream and time (microseconds)."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    return sorted((e for e in events if e.get("cat") in WORK), key=lambda e: (e["args"]["stream"], e["ts"]))
 
 
 def record(variant: str, model: str, batch: int, plain_code: bool | None, pipe: Any) -> None:

@@ -42,7 +42,6 @@ def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
         "capture one layer, all tokens": {"fields": lambda i: capture([middle], "all")},
         "capture all layers, last prompt token": {"fields": lambda i: capture("all", "last_prompt")},
         "capture all layers, all tokens": {"fields": lambda i: capture("all", "all")},
-        "16 probes at 4 layers, all tokens": {"fields": lambda i: capture(four, "all", reduce={"directions": probes})},
         "16 probes by name at 4 layers, all tokens": {
             "fields": lambda i: capture(four, "all", reduce={"probes": NAMES})
         },

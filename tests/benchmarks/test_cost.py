@@ -186,34 +186,6 @@ def test_groups_with_equal_settings_share_engines(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_variants_are_measured_at_their_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a missing variant, prefill for variants without it, and captures of all rows at batch 256."""
-    found = run_cost(monkeypatch, tmp_path, "--batches", "1", "256", "--repeats", "1")["llama-8b"]["variants"]
-    assert list(found) == list(variants(2, 8))
-    assert {name for name, cells in found.items() if "prefill 8192" in cells} == {"idle", "one site"}
-    assert list(found["capture all layers, all tokens"]) == ["1"]
-    some = run_cost(monkeypatch, tmp_path, "--only", "one site@8,prefill", "idle", "--batches", "1", "--repeats", "1")
-    assert {name: list(cells) for name, cells in some["llama-8b"]["variants"].items()} == {
-        "one site": ["8", "prefill 8192"], "idle": ["1", "prefill 8192"],
-    }  # fmt: skip
-
-
-def test_after_delays_the_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches measurements that run before the awaited file exists."""
-    gate = tmp_path / "gate"
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        assert FakeEngine.made[0].waited and not any(engine.ran for engine in FakeEngine.made)
-        slept.append(seconds)
-        if len(slept) == 3:
-            gate.touch()
-
-    monkeypatch.setattr(cost.time, "sleep", sleep)
-    run_cost(monkeypatch, tmp_path, "--only", "idle@1", "--repeats", "1", "--after", str(gate))
-    assert len(slept) == 3
-
-
 @pytest.mark.parametrize("name", list(GROUPS))
 def test_groups_are_valid(name: str) -> None:
     """Catches an unknown shape, variant or batch, which would only fail after all engines have started."""
