@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import frontier_page
@@ -31,9 +32,7 @@ POOLS = "refused: pools hidden states and generates no tokens"
 DRAFTS = "drafter: not steered; its target model is"
 BY_CONFIG = "the decoder layers of the language model in `config.json`"
 BACKEND = "runs a model of Transformers: its decoder-layer class decides"
-HEAD = """# Architectures
-
-Status of every architecture in the registry of vLLM {vllm}, which has {names} names:
+HEAD = """Status of every architecture in the registry of vLLM {vllm}, which has {names} names:
 
 * {proven} are proven (and {beyond} more that are not in this registry, {later} of them in that of a later version),
 * {wrapped} are steered by decoder layers that are proven in other models (multimodal wrappers),
@@ -44,66 +43,6 @@ Status of every architecture in the registry of vLLM {vllm}, which has {names} n
 
 Measured on {date} with Transformers {transformers} by `make conformance`; architectures that run on GPUs only by
 `tests/gpu/test_architectures.py`. The column *vLLM* names the version.
-
-Each model is the real architecture with four layers, at least one layer of each kind, and random weights. There are two kinds of proof:
-
-* **HF Transformers**: every captured row and every edit is compared with hooks on HF's modules.
-* **Identities inside vLLM**, if HF has no such model or computes different numbers: rows are compared with forward hooks on vLLM's
-  modules, edits with the same change made by such hooks.
-
-DeepSeek V4, GLM 5 Next, HY V4, Qwen 4 (Exp), Inkling and Kimi-Linear exist in HF Transformers, but vLLM has their attention for GPUs
-only. `tests/conformance/test_hf_streams.py` compares the formulas that take part in their identities with HF's layers on the same
-random weights: rows, edits and the final mix agree within 1e-5 in float32. Edits that the next sublayer does not read,
-edits of one stream only, streams mixed in the wrong direction, and branches without their convolution are off by more than 10 %.
-Transformers has no DeepSeek V4.1 and no Kimi K3.
-
-| column | meaning |
-| --- | --- |
-| family | how the decoder layer computes the stream, see below |
-| points | the hook points that the run has compared. [Models](models.md) lists what each class serves, which can be more. `post_attn` is missing if attention and MLP run in parallel, or if the layer has no such sum |
-| capture error | the largest relative error of a captured row |
-| edit error | the largest error of a log-probability after an edit |
-
-In float32, both errors must be below 1e-4. In bfloat16, for models whose CPU kernels have no float32, these limits hold:
-
-| error in bfloat16 | limit | for comparison |
-| --- | --- | --- |
-| of a captured row | 0.8 % of the stream's length | a sum is rounded by up to 0.4 % |
-| of an edit, at the median token | 2 % of the effect of the strongest edit | 1.7 % is the most measured; edits one sublayer late: 30 % or more |
-| the same | 50 % of the edit's own effect | |
-
-Single tokens may be off by more: if the tests' large edits meet random weights, a rounding difference can send a token to another expert. An
-*edit error* such as 2e+00 in bfloat16 is the largest such difference. DeepSeek V3 and V3.2, GLM 4.5 and 5, Kimi-Linear, gpt-oss, Nemotron-H,
-Gemma 4, MiniMax M3 and Ling 3, which have proofs in float32, are also compared in bfloat16 (`tests/conformance/test_bfloat16.py`). Gemma 3n is not: these
-limits are for identities inside vLLM, where both sides round alike, and its streams are compared with HF Transformers only.
-
-| family | decoder layer |
-| --- | --- |
-| `FUSED` | the layer returns the stream as two summands, which the fused norm of the next layer adds |
-| `FUSED-SINGLE` | the same with one branch in each layer, such as a Mamba mixer or an MLP |
-| `UNFUSED` | the layer adds each branch itself and returns the stream as one tensor |
-| `UNFUSED+POSTNORM` | the same; the output of a branch is normalized before it is added |
-| `UNFUSED*MULT` | the same; the output of a branch is multiplied by a constant before it is added |
-| `PARALLEL` | attention and MLP read the same input |
-| `HYPER-CONNECTIONS`, `ALTUP` | several streams, see [models with several residual streams](streams.md) |
-| `ATTENTION-RESIDUALS` | the input of each sublayer mixes stored sums of earlier layers (Kimi K3), see [streams](streams.md) |
-| `CONVOLVED` | the output of a branch is convolved over tokens before it is added (Inkling) |
-
-The runs on a CPU replace kernels that vLLM has for GPUs only:
-
-| models | replaced | by |
-| --- | --- | --- |
-| Mamba 1 | the recurrence | its formula in PyTorch |
-| Step 1 | the square root in the attention bias | left out |
-| DeepSeek V3.2, GLM 5, MiniMax M3, Kimi-Linear, Ling 3, models with [several residual streams](streams.md) | sparse and delta attention | plain attention |
-| models with several residual streams | the kernels of the mixes | their formulas |
-| DeepSeek V4, Qwen 4 | experts | an MLP |
-| Whisper, Cohere ASR, Nemotron Parse | the attention to the encoder | a function of the token |
-| Inkling | attention and the convolutions of branches, each with its cache | plain attention with a cache of its own |
-
-All other code, including the decoder layers, is vLLM's own. {inkling} Requests to multimodal
-models contain only text.
-
 """
 
 
@@ -183,70 +122,54 @@ def status(entry: Row, results: Results) -> tuple[str, str]:
     return REFUSAL, "no recipe is proven for its decoder layers"
 
 
-def page() -> str:
-    """Return the page."""
+@cache
+def _found() -> list[tuple[Row, str, str]]:
+    """Return each entry of the registry with its status and the reason."""
     results = load()
-    found = [(entry, *status(entry, results)) for entry in results.registry]
-    count = Counter(kind for _, kind, _ in found)
-    beyond = [row for name, row in results.rows.items() if name not in {e["architecture"] for e in results.registry}]
-    proven = [
-        (f"`{entry['architecture']}`", *_figures(results.rows.get(entry["architecture"]), why))
-        for entry, kind, why in found
-        if kind == PROVEN
-    ] + [(f"`{row['architecture']}`", *_figures(row, row["proof"])) for row in beyond]
-    about = results.about
-    others = Counter(why for _, kind, why in found if kind == NO_DECODER)
-    return (
-        HEAD.format(
-            vllm=about["vllm"],
-            names=len(found),
-            proven=count[PROVEN],
-            beyond=len(beyond),
-            later=sum(row["vllm"] != about["vllm"] for row in beyond),
-            wrapped=count[WRAPPED],
-            waiting=_waiting(count[OUTSTANDING]),
-            refused=count[REFUSAL],
-            are="is" if count[REFUSAL] == 1 else "are",
-            drafts=others[DRAFTS],
-            pools=others[POOLS],
-            backend=others[BACKEND],
-            date=about["date"],
-            transformers=about["transformers"],
-            inkling=frontier_page.inkling(),
-        )
-        + "## Proven\n\n"
-        + table(
-            (
-                "architecture",
-                "decoder layers",
-                "family",
-                "points",
-                "proof",
-                "vLLM",
-                "capture error",
-                "edit error",
-                "dtype",
-            ),
-            proven,
-        )
-        + frontier_page.section()
-        + "\n## By their layers\n\n"
-        "These are multimodal wrappers, and a few other models without a row of their own. vllm-steer steers the language model, whose\n"
-        "layers are proven above or by `tests/gpu/test_architectures.py`, or inherit from such layers, and never the towers. If a wrapper's\n"
-        "config names the language model, the engine checks its layers at start.\n\n"
-        + table(("architecture", "decoder layers"), _two(found, WRAPPED))
-        + (
-            "\n## Outstanding\n\nTheir recipes need a proof, and such a run failed or was not made. The engine refuses them\n"
-            "without `--steering-allow-unproven`, and warns with it.\n\n"
-            + table(("architecture", "decoder layers"), _two(found, OUTSTANDING))
-            if count[OUTSTANDING]
-            else ""
-        )
-        + "\n## Refused\n\nThe engine does not start and reports this reason.\n\n"
-        + table(("architecture", "why"), _two(found, REFUSAL))
-        + "\n## Drafters, pooling models and the Transformers backend\n\n"
-        + table(("architecture", "status"), _two(found, NO_DECODER))
+    return [(entry, *status(entry, results)) for entry in results.registry]
+
+
+def _beyond(results: Results) -> list[Row]:
+    """Return the rows of architectures that are not in the registry."""
+    return [row for name, row in results.rows.items() if name not in {e["architecture"] for e in results.registry}]
+
+
+def summary() -> str:
+    """Return the number of architectures with each status."""
+    results = load()
+    count = Counter(kind for _, kind, _ in _found())
+    beyond, about = _beyond(results), results.about
+    others = Counter(why for _, kind, why in _found() if kind == NO_DECODER)
+    return HEAD.format(
+        vllm=about["vllm"],
+        names=len(_found()),
+        proven=count[PROVEN],
+        beyond=len(beyond),
+        later=sum(row["vllm"] != about["vllm"] for row in beyond),
+        wrapped=count[WRAPPED],
+        waiting=_waiting(count[OUTSTANDING]),
+        refused=count[REFUSAL],
+        are="is" if count[REFUSAL] == 1 else "are",
+        drafts=others[DRAFTS],
+        pools=others[POOLS],
+        backend=others[BACKEND],
+        date=about["date"],
+        transformers=about["transformers"],
     )
+
+
+def proven() -> str:
+    """Return the table of proofs."""
+    results = load()
+    rows = [
+        (f"`{entry['architecture']}`", *_figures(results.rows.get(entry["architecture"]), why))
+        for entry, kind, why in _found()
+        if kind == PROVEN
+    ] + [(f"`{row['architecture']}`", *_figures(row, row["proof"])) for row in _beyond(results)]
+    head = (
+        *("architecture", "decoder layers", "family", "points", "proof", "vLLM", "capture error", "edit error"), "dtype",
+    )  # fmt: skip
+    return table(head, rows)
 
 
 def _waiting(outstanding: int) -> str:
@@ -262,5 +185,20 @@ def _figures(row: Row | None, why: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _two(found: Sequence[tuple[Row, str, str]], wanted: str) -> list[tuple[str, ...]]:
-    return [(f"`{entry['architecture']}`", why) for entry, kind, why in found if kind == wanted]
+def _with_status(wanted: str, reason: str) -> str:
+    """Return the table of the architectures with a status, and the reason of each."""
+    found = [(f"`{entry['architecture']}`", why) for entry, kind, why in _found() if kind == wanted]
+    return table(("architecture", reason), found) if found else "None.\n"
+
+
+SECTIONS = {
+    "summary": summary,
+    "inkling": lambda: frontier_page.inkling() + "\n",
+    "proven": proven,
+    "gpu": frontier_page.section,
+    "by-layers": partial(_with_status, WRAPPED, "decoder layers"),
+    "outstanding": partial(_with_status, OUTSTANDING, "decoder layers"),
+    "refused": partial(_with_status, REFUSAL, "why"),
+    "others": partial(_with_status, NO_DECODER, "status"),
+}
+"""Generated sections of the page."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from gpu_page import gpu_outcome, gpu_tests
-from mtp_page import mtp_drafters
+from mtp_page import drafters, not_comparable
 from pages import load_result, table
 
 SHOWN: Final[Mapping[str, str]] = {
@@ -30,32 +30,10 @@ SHOWN: Final[Mapping[str, str]] = {
 }
 """Names of features that need more words on the page than in the marks of tests."""
 OUTCOMES = {"passed": "", "skipped": " (not run: it needs a GPU)"}
-TEXT = """# Features of the engine
-
-A steered or captured request that uses one of these engine features gets the same result as the same request alone in
-an eager engine without caches. Rows with *refused* are features that the engine refuses together with steering and
-capture.
-
-Each cell has the tests that prove the row, as paths below `tests/`. All of them passed in their last run
-(`benchmarks/results/features.json`), unless a note follows. Tests in `gpu/` ran on a GPU, all others on a CPU. If the
-last column is empty, no test combines the feature with [readouts, gates or stops](../guides/readouts.md). Quantized
-weights are also tested on a GPU, with more schemes; [On a GPU](#on-a-gpu) has the outcome.
-
-vLLM's CPU build fails at these combinations, with or without steering. Engines with steering refuse the requests there:
-
-| request, on a CPU | what vLLM does |
-| --- | --- |
-| `temperature` above 0, with speculative decoding | greedy requests in the same batch get wrong tokens |
-| `prompt_logprobs`, in an engine with LoRA | the engine stops |
-
-Two more faults of the CPU build are repaired in engines with steering: requests without a LoRA adapter get the weights of the last slot, and
-the engine stops if the prompt of a request with `seed` takes several steps.
-
-"""
 
 
-def page() -> str:
-    """Return the page."""
+def features() -> str:
+    """Return the table of features."""
     record = load_result("features.json")
     proofs: dict[str, dict[str, list[str]]] = {}
     for test, entry in record.items():
@@ -73,7 +51,7 @@ def page() -> str:
         for name, sides in sorted(proofs.items(), key=lambda item: item[0].strip("`[").lower())
     ]
     head = ("feature", "steer", "capture", "readouts, gates, stops")
-    return TEXT + table(head, rows) + mtp_drafters() + gpu_tests()
+    return table(head, rows)
 
 
 def _shown(name: str) -> str:
@@ -85,3 +63,6 @@ def _shown(name: str) -> str:
 def _test(test: str, outcome: str) -> str:
     outcome = gpu_outcome(test) or outcome
     return f"`{test.removeprefix('tests/')}`{OUTCOMES.get(outcome, f' ({outcome})')}"
+
+
+SECTIONS = {"features": features, "mtp": drafters, "mtp-not-comparable": not_comparable, "gpu": gpu_tests}

@@ -14,25 +14,14 @@ from pages import table
 
 import vllm_steer
 from vllm_steer.cli.main import app
-from vllm_steer.cli.serve import PLUGIN
 from vllm_steer.server.flags import add_flags
 from vllm_steer.settings import BATCH_DESTS, ENABLE, SETTINGS, VARIABLES
 
 PACKAGE: Final = Path(vllm_steer.__file__).parent
-OF_VLLM: Final = (
-    ("`VLLM_PLUGINS`", f"vLLM loads only the plugins that it names: add `{PLUGIN}`. `vllm-steer serve` does so itself"),
-    ("`VLLM_USE_RUST_FRONTEND`", "refused with steering"),
-    ("`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`", "captures under pipeline parallelism are refused"),
-    (
-        "`VLLM_WEIGHT_OFFLOADING_DISABLE_UVA=1`",
-        "with `--cpu-offload-gb`: decoder layers with offloaded weights are refused",
-    ),
-)
-"""Variables of vLLM that change what is served."""
 
 
-def page() -> str:
-    """Return the page.
+def variables() -> str:
+    """Return the table of environment variables.
 
     Raises:
         ValueError: The package names an environment variable that is not on the page, or the reverse.
@@ -40,25 +29,7 @@ def page() -> str:
     found = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r'"(VLLM_STEER_[A-Z_]+)"', path.read_text())}
     if found != {variable.name for variable in VARIABLES}:
         raise ValueError(f"environment variables {sorted(found ^ {variable.name for variable in VARIABLES})}")
-    return (
-        "# Flags and environment variables\n\n"
-        "## Flags of the server\n\n"
-        "`vllm serve` has these flags in an environment with vllm-steer. They are refused without the first one. The\n"
-        "column *in Python* has the equivalent for `LLM` and `AsyncLLM`: an argument, with `=`, or a key of\n"
-        "`steering_config`. Flags with a key of `steering_config`, and those with a note, are also flags of\n"
-        "`vllm run-batch`. The [glossary](glossary.md) explains tap, table row, instruction and\n"
-        "segment. [Limits](limits.md) has the numbers in groups.\n\n"
-        + table(("flag", "in Python", "meaning"), list(_server_flags()))
-        + "\n## Commands\n\n"
-        "The command `vllm-steer` has these commands and options:\n\n"
-        + table(("command", "purpose"), [(f"`{name}`", _sentence(command)) for name, command in _commands()])
-        + "\n"
-        + table(("command", "option", "default", "meaning"), list(_options()))
-        + "\n## Environment variables\n\n"
-        + table(("variable", "read by", "meaning"), [(f"`{v.name}`", v.read_by, v.meaning) for v in VARIABLES])
-        + "\nThese variables of vLLM change what is served:\n\n"
-        + table(("variable of vLLM", "effect"), list(OF_VLLM))
-    )
+    return table(("variable", "read by", "meaning"), [(f"`{v.name}`", v.read_by, v.meaning) for v in VARIABLES])
 
 
 def _server_flags() -> Iterator[tuple[str, str, str]]:
@@ -112,3 +83,13 @@ def _options() -> Iterator[tuple[str, str, str, str]]:
                 else f"`{given}`"
             )
             yield f"`{name}`", shown, default, option.help or ""
+
+
+SECTIONS: Final = {
+    "server": lambda: table(("flag", "in Python", "meaning"), list(_server_flags())),
+    "commands": lambda: table(
+        ("command", "purpose"), [(f"`{name}`", _sentence(command)) for name, command in _commands()]
+    ),
+    "options": lambda: table(("command", "option", "default", "meaning"), list(_options())),
+    "variables": variables,
+}

@@ -10,10 +10,7 @@ from pages import load_result, table
 
 from benchmarks.gpu_tests import RUNS, summarize
 
-TEXT = """
-## On a GPU
-
-CI has no GPU. The table has the outcomes of the last runs of the GPU tests and of the fuzzer (`python -m
+TEXT = """CI has no GPU. The table has the outcomes of the last runs of the GPU tests and of the fuzzer (`python -m
 benchmarks.gpu_tests`, {gpu}, vLLM {vllm}, torch {torch}, Triton {triton}; `benchmarks/results/gpu-tests.json`).
 `python -m benchmarks.build` lists the parts of the code that have changed since. The fuzzer, `vllm-steer fuzz`, runs
 random workloads and compares each request with the same request run alone.

@@ -243,10 +243,10 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
 }
 
 
-def pages() -> dict[Path, str]:
-    """Return the pages with generated sections, with these sections up to date, and the picture of one of them."""
+def pages(sections: Mapping[str, Mapping[str, Callable[[], str]]]) -> dict[Path, str]:
+    """Return pages with their generated sections up to date, and the picture of one of them."""
     picture = {peer_sections.VECTORS_PICTURE: peer_sections.vectors_picture()}
-    return picture | {ROOT / name: fill((ROOT / name).read_text(), sections) for name, sections in SECTIONS.items()}
+    return picture | {ROOT / name: fill((ROOT / name).read_text(), each) for name, each in sections.items()}
 
 
 def fill(text: str, sections: Mapping[str, Callable[[], str]]) -> str:

@@ -25,11 +25,9 @@ def scripts() -> dict[str, ModuleType]:
     try:
         import aims
         import measured
-        import performance
-        import reference
     finally:
         sys.path.remove(str(ROOT / "scripts"))
-    return {"aims": aims, "measured": measured, "performance": performance, "reference": reference}
+    return {"aims": aims, "measured": measured}
 
 
 def cost(build: dict[str, str] | None) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def test_changed_code_marks_figures(
     build = None if part == "no record" else {**now, **({part: "another"} if part else {})}
     (tmp_path / "gpu-cost-llama-8b.json").write_text(json.dumps(cost(build)))
     monkeypatch.setattr(scripts["measured"], "RESULTS", tmp_path)
-    page = scripts["performance"].page()
+    page = scripts["aims"].table_of_aims()
     for what in (IDLE, ONE_SITE):
         row = rows(page)[f"{what}|per token"]
         assert "| 1.042 (1) | `gpu-cost-llama-8b.json`, H200, 2026-01-02" in row and row.endswith("| no |"), row
