@@ -233,6 +233,18 @@ def patching(fits: Fits) -> Figure | None:
     return None
 
 
+def harvested(name: str, shown: str) -> Aim:
+    """Return an aim for the rows per second of ``benchmarks/harvest.py`` beside stock vLLM's prompt tokens."""
+
+    def figure(fits: Fits) -> Figure | None:
+        result = read(name)
+        values = {way.removeprefix("harvest, "): ratio[0] for way, ratio in result["ratio"].items() if "harvest" in way}
+        return Figure(values, [(name, result)]) if fits("captured steps", result) else None
+
+    bound = Bound(low=0.95)
+    return Aim(f"harvest, {shown}", "rows per prompt token", bound, "captured steps", figure, ("one layer",))
+
+
 def peers(fits: Fits) -> Figure | None:
     """Return the ratios of each project to its own stock vLLM with the results' notes, from results with ``rows``."""
     rows, texts, of = {}, [], []
@@ -305,6 +317,7 @@ AIMS: Sequence[Aim] = (
             "{:+.2f} GiB"),
     Aim("patching on a GPU", "cells per second", None, "patching", patching, form="{:.1f} cells/s",
         has_note=True),
+    harvested("gpu-harvest-llama-8b.json", "llama-8b"),
     Aim("peers beside this project, ratio to their stock vLLM", "throughput", None, "captured steps", peers),
     Aim("GPU tests", "runs", Bound(1, text="all pass"), "captured steps", tested),
     *(front_end(way) for way in FRONT_END_WAYS),

@@ -85,7 +85,7 @@ GLANCE = """
 * **Speed** (layer sizes of Llama 3.1 8B, 256 requests at once{build}; the hosts ran other jobs too): {idle:.0%} of
   stock vLLM's throughput while no request steers ({idle_gpu}), {own:.0%} with different edits in each request
   ({own_gpu}), {pictured:.0%} with 256 different vectors ({peers_gpu}). Through the server, with a vector, 16
-  probes, a gate or a capture in each request: {low:.0%} to {high:.0%}, with {slow_low:.0%} to {slow_high:.0%} more
+  probes, a gate or a capture in each request: {low:.0%} to {high:.0%}, with {slow_low:.2f} to {slow_high:.2f} times the
   time per token ({served_gpu}; [cost](#cost)).
 * **Memory and start** ({start_gpu}{build}): {less:.2f} GiB less for the key-value cache; a server starts {later:.0f}
   s later, {again:.0f} s with filled compile caches.
@@ -115,8 +115,8 @@ def glance() -> str:
         start_gpu=machine_of(started),
         low=min(throughput),
         high=max(throughput),
-        slow_low=min(slower) - 1,
-        slow_high=max(slower) - 1,
+        slow_low=min(slower),
+        slow_high=max(slower),
         less=stock["cache_gib"] - steering["cache_gib"],
         later=steering["start_seconds"] - stock["start_seconds"],
         again=steering["restart_seconds"] - stock["restart_seconds"],
