@@ -7,10 +7,13 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.registry.backends import Backend
 from tests.registry.modules import registry
 from tests.repo.tree import ROOT
 
+pytestmark = pytest.mark.slow
 ROUNDS, WRITERS = 10, 2
 # A process of its own with one thread, which may fork: the writers need not load anything. Each writes down a module's
 # name and digest when its change has returned or, for the control, before it is made.
