@@ -92,7 +92,7 @@ def run_case(tasks: Tasks, reference: Tasks, earlier: Mapping[str, Any]) -> dict
     return found
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -114,7 +114,7 @@ def main() -> None:
     stored = json.loads(args.out.read_text()) if args.out.exists() else {}
     cases, reference, tasks = stored.get("cases", {}), hf_tasks(args.model), make(args.model)
     by_name = {f"{OURS} as {peer}": each for peer, each in tasks.items()} if args.case == OURS else {args.case: tasks}
-    versions = {name: _version(name) for name in packages}
+    versions = {name: package_version(name) for name in packages}
     for name, all_tasks in by_name.items():
         each = {task: run for task, run in all_tasks.items() if task in (args.tasks or all_tasks)}
         if not each:

@@ -26,13 +26,13 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.cost import Engine
+from benchmarks.peers import package_version
 from benchmarks.serve import save_model
 from benchmarks.shapes import SHAPES, environment
 
@@ -233,13 +233,6 @@ def absence(project: str) -> str | None:
     if project == LENS and importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     return None
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def compare(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -165,30 +164,6 @@ def started(what: str, unit: str, bound: Bound, key: str, sign: int, form: str) 
     return Aim(what, unit, bound, "server", figure, form=form, has_note=True)
 
 
-def _same_list(name: str, result: Mapping[str, Any]) -> str | None:
-    """Return the result in which stock vLLM ran the kernels that ``name`` has for an idle step, or None.
-
-    The compiler decides by timing whether it pads a product, so stock vLLM's own lists differ between runs.
-    """
-    own = _counts(result)
-    own.update(result["variants"]["idle"]["difference"])
-    for other in names("gpu-kernels*.json"):
-        found = read(other)
-        alike = all(found.get(key) == result[key] for key in ("shape", "batch", "steps", "plain_code"))
-        if other != name and alike and _counts(found) == +own:
-            return other
-    return None
-
-
-def _counts(result: Mapping[str, Any]) -> Counter[str]:
-    """Return stock vLLM's kernels and copies, whose counts are listed by stream."""
-    counts: Counter[str] = Counter()
-    for stream in result["stock"]:
-        for what, count in zip(stream[::2], stream[1::2], strict=True):
-            counts[what] += count
-    return counts
-
-
 def kernels(shape: str) -> Aim:
     """Return the aim that an idle step of plain code runs stock vLLM's kernels."""
 
@@ -197,10 +172,7 @@ def kernels(shape: str) -> Aim:
             result = read(name)
             if result["shape"] == shape and result.get("plain_code") and fits("idle steps", result):
                 equal = bool(result["variants"]["idle"]["equal"])
-                text = "equal" if equal else "different"
-                if not equal and (other := _same_list(name, result)) is not None:
-                    text = f"different in this run, equal to stock vLLM's in another ({other.removesuffix('.json')})"
-                return Figure({"": float(equal)}, [(name, result)], text)
+                return Figure({"": float(equal)}, [(name, result)], "equal" if equal else "different")
         return None
 
     return Aim(f"kernels of an idle step with plain code, {shape}", "list", Bound(1, 1, "equal to stock vLLM's"),

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from gpu_page import gpu_outcome, gpu_tests
-from mtp_page import drafters, not_comparable
 from pages import load_result, table
+
+from tests.engine.mtp_models import EVERY_RUN, MODELS, NOT_COMPARABLE
 
 SHOWN: Final[Mapping[str, str]] = {
     "a mix of all that one engine does": "random combinations of features ([`vllm-steer fuzz`](../design/oracle.md))",
@@ -63,6 +64,31 @@ def _shown(name: str) -> str:
 def _test(test: str, outcome: str) -> str:
     outcome = gpu_outcome(test) or outcome
     return f"`{test.removeprefix('tests/')}`{OUTCOMES.get(outcome, f' ({outcome})')}"
+
+
+def drafters() -> str:
+    """Return the table of the drafters whose outputs are compared."""
+    rows = [
+        (
+            f"`{model.drafter}`",
+            f"`{model.layer}`",
+            "in every run" if name in EVERY_RUN else "in turn with other families",
+        )
+        for name, model in MODELS.items()
+    ]
+    return table(("drafter", "its decoder layer", "compared"), rows)
+
+
+def not_comparable() -> str:
+    """Return the table of the drafters that cannot be compared, and the names of those that no test compares."""
+    registry = load_result("architectures.json")["registry"]
+    names = {each["architecture"] for each in registry if each["kind"] == "drafter" and "MTP" in each["architecture"]}
+    rest = sorted(names - {model.drafter for model in MODELS.values()} - NOT_COMPARABLE.keys())
+    return (
+        table(("drafter", "why"), [(f"`{name}`", why) for name, why in NOT_COMPARABLE.items()])
+        + "\nNo test compares the outputs with these drafters of vLLM: "
+        + f"{', '.join(f'`{name}`' for name in rest)}.\n"
+    )
 
 
 SECTIONS = {"features": features, "mtp": drafters, "mtp-not-comparable": not_comparable, "gpu": gpu_tests}

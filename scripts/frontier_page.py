@@ -12,18 +12,7 @@ MIXED = ("HYPER-CONNECTIONS", "ATTENTION-RESIDUALS")
 """Families with several residual streams, except Gemma 3n's."""
 CONVOLVED = "CONVOLVED"
 """Family of Inkling."""
-HEADING = "## With vLLM's own kernels on a GPU"
 ANCHOR = "with-vllms-own-kernels-on-a-gpu"
-TEXT = """
-These models have passed the identities inside vLLM on a GPU, with vLLM's attention, experts and mixes
-(`tests/gpu/test_frontier.py`). Gemma 3n is compared with HF Transformers instead. *Edit error* is the largest error at
-the median token, as a fraction of the effect of the strongest edit. Rows of models with several streams are compared
-with formulas of the layer, which round differently from the kernels: they may be off by 3 % of the stream's length, the
-rows of others by 0.8 %. Models that are missing have no passed run.
-
-"""
-
-
 NOTES = {
     "deepseek_v4_quantised": "activations in 8-bit floats: a row may be off by 12.5 %, an edit by 10 %",
     "gemma3n": "against HF Transformers: a row may be off by 2 %, an edit by 5 % of its effect",
@@ -40,23 +29,12 @@ def passed() -> list[dict[str, Any]]:
 
 
 def section() -> str:
-    """Return the section of the page on architectures, empty if no model has passed."""
-    rows = [_cells(row) for row in passed()]
-    if not rows:
-        return ""
+    """Return the table of the models that passed."""
     head = (
-        "row",
-        "architecture",
-        "family",
-        "attention",
-        "cache",
-        "weights",
-        "capture error",
-        "edit error",
-        "ran on",
+        *("row", "architecture", "family", "attention", "cache", "weights", "capture error", "edit error", "ran on"),
         "note",
     )
-    return f"\n{HEADING}\n{TEXT}{table(head, rows)}"
+    return table(head, [_cells(row) for row in passed()])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

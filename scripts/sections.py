@@ -58,15 +58,6 @@ With the layer sizes of Llama 3.1 8B on an {machine}, a server with steering sta
 ([Performance](../reference/performance.md)). {note}`--no-steering-plain-code` omits the second compilation.
 """.lstrip()
 
-PUBLISHED = [
-    ("EasySteer", "R1-Distill-Qwen-1.5B, 256 prompts", "steer 1 layer / 28 layers", "throughput 0.89 / 0.76"),
-    ("EasySteer", "R1-Distill-Qwen-1.5B, 256 prompts", "256 different configurations", "throughput 0.18"),
-    ("vllm-lens", "OPT-30B, 1,000 prompts", "capture one layer, all tokens", "274 s; eager vLLM 226 s"),
-    ("interp-engine", "Llama-8B, B200, 8 streams", "hooked instead of static", "1,187 instead of 1,755 tokens/s"),
-    ("RhizoNymph/vllm", "Gemma-3-27B, A100, batch 8 to 16", "16 different configurations", "time per token 1.013"),
-]
-"""Figures that other projects publish: project, setting, workload, figure."""
-
 
 def ratio(cost: Cost, figure: str) -> str:
     """Return a figure of a workload, marked if it is of an earlier build; empty if it was not measured."""
@@ -148,11 +139,6 @@ def costs() -> str:
     )
 
 
-def published() -> str:
-    """Return the comparison page's table of figures that other projects publish."""
-    return table(("project", "setting", "workload", "published figure"), PUBLISHED)
-
-
 def start() -> str:
     """Return the operator's guide's paragraph about the start of a server, from ``benchmarks/start.py``."""
     result = read("gpu-start-llama-8b.json")
@@ -225,7 +211,6 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     },
     "docs/design/architecture.md": {"rooms": rooms, "stages": stages},
     "docs/index.md": {"demo": demo_section.figures},
-    "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed},
     "docs/explanation/limitations.md": {"conflicts": conflicts, "gpu-failures": gpu_failures},
     "docs/guides/operating.md": {"start": start},

@@ -90,31 +90,6 @@ def test_every_figure_that_is_older_than_its_code_is_marked(scripts: dict[str, M
             assert [changed_for(aim.kind, build, now) for build in builds] == [[]] * len(builds), row
 
 
-def test_different_kernels_are_compared_with_lists_of_other_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts: dict[str, ModuleType]
-) -> None:
-    """Catches a list that differs from stock vLLM's and counts as equal, and a run that is named for another list."""
-    monkeypatch.setattr(scripts["measured"], "RESULTS", tmp_path)
-
-    def figure(stock: list[Any], difference: dict[str, int]) -> tuple[float, str]:
-        about = {"shape": "llama-8b", "batch": 8, "steps": 4, "plain_code": True, "environment": {"build": digests()}}
-        for name, lists, idle in (
-            ("earlier", [["padded", 4, "product", 8]], {"equal": True, "difference": {}}),
-            ("now", stock, {"equal": not difference, "difference": difference}),
-        ):
-            result = {**about, "stock": lists, "variants": {"idle": idle}}
-            (tmp_path / f"gpu-kernels-{name}.json").write_text(json.dumps(result))
-        found = scripts["aims"].kernels("llama-8b").figure(scripts["measured"].current)
-        return found.values[""], found.text
-
-    padded = [["product", 6], ["product", 2, "norm", 4]]
-    assert figure(padded, {"padded": 4, "norm": -4}) == (
-        0.0, "different in this run, equal to stock vLLM's in another (gpu-kernels-earlier)",
-    )  # fmt: skip
-    assert figure(padded, {"padded": 4, "norm": -3}) == (0.0, "different")
-    assert figure(padded, {}) == (1.0, "equal")
-
-
 def test_kinds_depend_on_existing_parts() -> None:
     """Catches a renamed module that no figure depends on any more."""
     assert {part for parts in DEPENDS_ON.values() for part in parts} <= digests().keys()
