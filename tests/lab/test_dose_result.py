@@ -56,6 +56,13 @@ def shuffled_as_good(kind: Kind, number: int, layer: int, dose: float, prompt: i
     return effective("vector" if (kind, number) == ("shuffled", 1) else kind, 0, layer, dose, prompt)
 
 
+def test_a_score_that_never_changes_is_named() -> None:
+    """Catches a probability of NaN for words that no text has, and no advice."""
+    verdict = result(lambda *_: (0.0, 1.0)).verdict
+    assert verdict.startswith("no better than random: the score is the same with and without steering on all held-out")
+    assert "nan" not in verdict and "use words that occur in the texts" in verdict
+
+
 def either_sign(kind: Kind, number: int, layer: int, dose: float, prompt: int) -> tuple[float, float]:
     return effective(kind, number, layer, abs(dose), prompt)
 

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from vllm_steer import SteeringError
-from vllm_steer.lab.activations import Activations
+from vllm_steer.lab.activations import Activations, Pool, pool_rows
 from vllm_steer.lab.examples import Examples, read_examples
 from vllm_steer.lab.methods import Method, directions_of, fit, logistic
 from vllm_steer.lab.statistics import auroc, folds
@@ -178,3 +180,29 @@ def test_edits_and_readouts_of_a_direction() -> None:
     assert not np.allclose(found.random(1, seed=1)[0].unit, found.random(1, seed=2)[0].unit)
     with pytest.raises(SteeringError, match="has no midpoint"):
         Direction("post_block", 2, unit, 8.0).probe()
+
+
+@pytest.mark.parametrize(
+    ("pool", "first", "warned"), [("mean", 50.0, True), ("last", 50.0, False), ("mean", 2.0, False)]
+)
+def test_first_rows_that_dominate_a_mean_are_told(pool: Pool, first: float, warned: bool) -> None:
+    """Catches means of the first token's row alone, and a warning about rows that are not used."""
+    rows = np.ones((6, HIDDEN), np.float32)
+    rows[0] *= first
+    texts: Any = [SimpleNamespace(numpy=lambda point, layer: rows)] * 4
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pool_rows(texts, "m", "post_block", [3], pool)
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == warned
+    assert all("at layer 3" in each and "50 times" in each and "omit positions" in each for each in messages)
+
+
+def test_a_missing_layer_and_the_repr_name_the_layers() -> None:
+    """Catches a bare number as the error, and a repr with all numbers of the vectors."""
+    given = examples(20, paired=False)
+    found = Directions(made(given, rows_of(given, 2.0), "mean"), "m", "mean", {})
+    with pytest.raises(KeyError, match="no direction of layer 8; use one of 7"):
+        found[8]
+    assert found.get(8) is None and 8 not in found
+    assert len(repr(found)) < 300 and "layer=7" in repr(found)

@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from sklearn import neural_network
 from typer.testing import CliRunner
 
 from tests.lab.planted import LAYER, TEXTS, Examples, labelled, written
 from vllm_steer import SteeringError
 from vllm_steer.cli import probe as commands
 from vllm_steer.cli.main import app
-from vllm_steer.lab import check_probe, compare_probes, harvest, train_probe
+from vllm_steer.lab import check_probe, compare_probes, harvest, methods, train_probe
 from vllm_steer.lab.activations import Pool
 from vllm_steer.lab.methods import ProbeMethod, fit_probe, probe_scores
 from vllm_steer.lab.statistics import auroc
@@ -59,6 +63,27 @@ def test_a_hidden_layer_finds_what_no_line_separates() -> None:
     assert products.min() > 0.8 and products[np.triu_indices(3, 1)].max() < 0.9999
 
 
+def test_a_fit_that_does_not_converge_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches scikit-learn's warning, which advises options that callers do not have, and warnings of control fits."""
+    random = np.random.default_rng(0)
+    rows, labels = random.normal(size=(60, 8)), np.arange(60) % 2 == 0
+    found = methods.scikit_learn
+
+    def part(name: str) -> Any:
+        def classifier(*args: Any, **fields: Any) -> Any:
+            return neural_network.MLPClassifier(*args, **{**fields, "max_iter": 2})
+
+        return SimpleNamespace(MLPClassifier=classifier) if name == "neural_network" else found(name)
+
+    monkeypatch.setattr(methods, "scikit_learn", part)
+    with pytest.warns(RuntimeWarning, match="stopped before it converged.* give more texts") as caught:
+        fit_probe("mlp", rows, labels)
+    assert len(caught) == 1, "not scikit-learn's as well"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit_probe("mlp", rows, labels, warn=False)
+
+
 def test_methods_without_a_readout_are_refused(llm: Any, planted: Examples) -> None:
     """Catches a probe that the engine would score differently than it was trained."""
     with pytest.raises(SteeringError, match='pool: must be "last" for mlp, because the mean of the scores'):
@@ -92,14 +117,18 @@ def test_rows_of_something_else_are_refused(llm: Any, planted: Examples, tmp_pat
     """Catches labels of other texts, of a part, or in another order; and sites or tokens that were not harvested."""
     acts = tmp_path / "acts"
     harvest(llm, planted[:40], acts, layers=[LAYER])
+    partial, manifest = tmp_path / "partial", json.loads((acts / "harvest.json").read_text())
+    shutil.copytree(acts, partial)
+    (partial / "harvest.json").write_text(json.dumps({**manifest, "texts": 50}))
     refused: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (acts, planted[:39], {}, "rows: .* has the rows of 40 of 40 texts, which are not these 39 in this order"),
+        (acts, planted[:39], {}, "rows: .* has the rows of 40 texts, which are not these 39 in this order; give the"),
         (
             acts,
             planted[40:80],
             {},
-            "rows: .* which are not these 40 .*; complete the harvest, or give its own",
+            "rows: .* which are not these 40 .*; give the examples that were harvested",
         ),
+        (partial, planted[:50], {}, "rows: .* has the rows of 40 of 50 texts; complete the harvest"),
         (acts, planted[1:40] + planted[:1], {}, "rows: .* which are not these 40 in this order"),
         (acts, planted[:40], {"layers": [1]}, rf"layers: .* has no rows of layer 1; use some of \[{LAYER}\]"),
         (acts, planted[:40], {"point": "mlp_out"}, "point: .* has no rows of mlp_out; use post_block"),

@@ -16,7 +16,7 @@ from tests.tiny import HIDDEN
 from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.cli import probe as commands
 from vllm_steer.cli.main import app
-from vllm_steer.lab import TrainedProbe, check_probe, train_probe
+from vllm_steer.lab import TrainedProbe, check_probe, compare_probes, train_probe
 from vllm_steer.lab.examples import read_examples, read_texts
 from vllm_steer.lab.probe_result import ProbeResult
 from vllm_steer.lab.probe_texts import distinct_texts
@@ -172,8 +172,25 @@ def test_probes_of_another_model_are_refused(llm: Any, trained: TrainedProbe, pl
 
 def test_the_texts_of_the_training_are_no_check(llm: Any, saved: Path, planted: list[dict[str, Any]]) -> None:
     """Catches a check that repeats the training's own labels."""
-    with pytest.raises(SteeringError, match="examples: are those that the probe was trained on; give other"):
+    with pytest.raises(SteeringError, match=r"examples: are the texts that .*\.safetensors was trained on; give"):
         check_probe(llm, saved, planted[:140])
+
+
+def test_a_comparison_names_the_file_that_it_refuses(
+    llm: Any, saved: Path, planted: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Catches a refusal of one of two files that leaves open which."""
+    other = tmp_path / "other.safetensors"
+    train_probe(llm, planted[:130], layers=LAYER, method="mean", controls=2).save(other)
+    for texts, name in ((planted[:140], saved.name), (planted[:130], other.name)):
+        with pytest.raises(SteeringError, match=f"/{name} was trained on"):
+            compare_probes(llm, saved, other, texts)
+    trained = train_probe(llm, planted[:130], layers=LAYER, method="mean", controls=2)
+    with pytest.raises(SteeringError, match="path: must be a file, not TrainedProbe; write a trained probe with its"):
+        check_probe(llm, trained, planted[140:])  # type: ignore[arg-type]
+    with pytest.raises(SteeringError, match=r"out: .*/probe.pt has an unknown suffix; use .safetensors$"):
+        trained.save(tmp_path / "probe.pt")
+    assert len(repr(trained)) < 400 and "auroc=" in repr(trained), "weights, texts and scores would fill the screen"
 
 
 def test_a_missing_package_is_named(llm: Any, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:

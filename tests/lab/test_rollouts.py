@@ -60,6 +60,7 @@ def test_one_sampled_token_has_no_row_of_its_own(llm: Any) -> None:
     """Catches a row that belongs to the prompt."""
     found = rollouts(llm, PROMPTS, layer=LAYER, max_tokens=1, detokenize=False)
     assert found.rows.shape == (0, 64) and found.token_ids.shape == (0,)
+    assert repr(found) == "Rollouts(0 tokens, rows (0, 64) torch.float32)", "not the numbers of all tokens"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,8 @@ def test_one_sampled_token_has_no_row_of_its_own(llm: Any) -> None:
     [
         ({"logprobs": 5}, "logprobs: is set by rollouts"),
         ({"capture": {}}, "capture: is set by rollouts"),
-        ({"layer": 99}, "99"),
+        ({"layer": 99}, "layers: 99 is not a layer of .* layers 0 to"),
+        ({"layer": [1, 2]}, "layer: must be 0 to"),
         ({"prompts": []}, "prompts: has no prompt"),
     ],
 )

@@ -100,7 +100,7 @@ def check(
 
         read = read_examples(examples)  # before the model is loaded, which takes long
         for path in (file, *([] if new is None else [new])):
-            unseen = read_unseen(read, read_probe(path, name)[2].provenance)
+            unseen = read_unseen(read, path, read_probe(path, name)[2].provenance)
         if false_positives is not None:
             check_rate(false_positives, unseen.labels)
             if new is not None:

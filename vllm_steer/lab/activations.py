@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -30,6 +31,8 @@ from vllm_steer.request.strict_json import parse_json
 
 Pool = Literal["mean", "last"]
 POOLS: tuple[Pool, ...] = ("mean", "last")
+_OUTLIER = 10.0
+"""Length of a row, in median lengths, from which it dominates the mean of a short text."""
 
 
 def describe_tokens(positions: Any, pool: Pool) -> dict[str, str]:
@@ -119,9 +122,23 @@ def read_stored(
         raise SteeringError("rows", f"{folder} has conversations with the beginning of an answer; harvest without it")
     tags = [each.tag for each in captures]
     if len(texts) != len(tags) or digest_of(zip(texts, tags, strict=True)) != found.digest:
-        problem = f"{folder} has the rows of {len(tags)} of {found.texts} texts, which are not these {len(texts)}"
-        raise SteeringError("rows", f"{problem} in this order; complete the harvest, or give its own texts")
+        if len(tags) < found.texts:
+            problem = f"{folder} has the rows of {len(tags)} of {found.texts} texts; complete the harvest"
+        else:
+            problem = f"{folder} has the rows of {len(tags)} texts, which are not these {len(texts)} in this order"
+            problem += "; give the examples that were harvested, or harvest these"
+        raise SteeringError("rows", problem)
     return pool_rows((captures[i] for i in wanted), found.model, name, numbers, pool), found.positions
+
+
+def _warn_of_outliers(lengths: Mapping[int, Sequence[Array]], streams: Mapping[int, float]) -> None:
+    """Warn if the first row of most texts is so long that it dominates the mean of a text's rows."""
+    firsts = {layer: float(np.median([each[0] for each in texts])) for layer, texts in lengths.items()}
+    if outliers := [layer for layer, first in firsts.items() if first > _OUTLIER * streams[layer]]:
+        layer = outliers[0]
+        problem = f"the first row of most texts is {firsts[layer] / streams[layer]:.0f} times as long as the median row"
+        advice = "if positions include the first token, omit positions to leave it out, or use the pool last"
+        warnings.warn(f"at layer {layer}, {problem} and dominates their mean; {advice}", RuntimeWarning, stacklevel=2)
 
 
 def pool_rows(
@@ -137,4 +154,6 @@ def pool_rows(
             lengths[layer].append(np.linalg.norm(array, axis=1))
     rows = {layer: np.stack(each) for layer, each in pooled.items()}
     streams = {layer: float(np.median(np.concatenate(each))) for layer, each in lengths.items()}
+    if pool == "mean":
+        _warn_of_outliers(lengths, streams)
     return Activations(model, point, rows, streams, longest)

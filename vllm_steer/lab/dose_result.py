@@ -173,6 +173,9 @@ class DoseResult:
     @property
     def verdict(self) -> str:
         """The verdict in one sentence."""
+        if not any(each.effect or each.low or each.high for each in self.held_out):
+            problem = "the score is the same with and without steering on all held-out prompts"
+            return f"{self.outcome}: {problem}; use words that occur in the texts, longer texts or another score"
         layer, dose = self.chosen
         cell, others = self.at(dose), [each.effect for each in self.controls(dose)]
         moved = f"the score changes by {cell.effect:+.3g} (95 % interval {cell.low:+.3g} to {cell.high:+.3g})"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -27,6 +28,10 @@ HIDDEN_UNITS = 16
 _FOLDS = 5
 _LEAST = 1e-6
 """Smallest distance of the class means, in lengths of the stream: rounding alone is below it."""
+_UNCONVERGED = (
+    "stopped before it converged. If the AUROC on unseen texts is good, the probe can be used; otherwise correct wrong"
+    " labels, give more texts, or use another method"
+)
 
 
 def make(
@@ -119,32 +124,37 @@ def _probe(rows: Floats, examples: Examples) -> Floats:
     return logistic(rows, examples.labels)[0]
 
 
-def logistic(rows: Floats, labels: Labels, penalty: float = 1.0) -> tuple[Floats, float]:
+def logistic(rows: Floats, labels: Labels, penalty: float = 1.0, *, warn: bool = True) -> tuple[Floats, float]:
     """Return weights and bias of a logistic regression on standardised rows, for rows as they are.
 
     Args:
         rows: ``[examples, hidden]``.
         labels: Whether each example is positive.
         penalty: Weight of half the squared length of the standardised weights, beside the sum of the losses.
+        warn: Whether to warn if the fit does not converge.
     """
-    return _folded(
-        scikit_learn("linear_model").LogisticRegression(C=1 / penalty, tol=1e-9, max_iter=2000), rows, labels
-    )
+    made = scikit_learn("linear_model").LogisticRegression(C=1 / penalty, tol=1e-9, max_iter=2000)
+    return _folded(made, rows, labels, warn)
 
 
-def fit_probe(method: ProbeMethod, rows: Floats, labels: Labels, seed: int = 0) -> tuple[Any, float]:
-    """Return the float32 weights of a probe, or the arrays of one with a hidden layer, and its bias."""
+def fit_probe(
+    method: ProbeMethod, rows: Floats, labels: Labels, seed: int = 0, *, warn: bool = True
+) -> tuple[Any, float]:
+    """Return the float32 weights of a probe, or the arrays of one with a hidden layer, and its bias.
+
+    ``warn`` is whether to warn if the fit does not converge.
+    """
     if method == "mean":
         means = rows[labels].mean(0), rows[~labels].mean(0)
         weights, bias = means[0] - means[1], float((means[1] @ means[1] - means[0] @ means[0]) / 2)
     elif method == "ridge":
-        weights, bias = _folded(scikit_learn("linear_model").RidgeClassifier(alpha=rows.shape[1]), rows, labels)
+        weights, bias = _folded(scikit_learn("linear_model").RidgeClassifier(alpha=rows.shape[1]), rows, labels, warn)
     elif method == "logistic":
-        weights, bias = logistic(rows, labels)
+        weights, bias = logistic(rows, labels, warn=warn)
     else:
         classifier = scikit_learn("neural_network").MLPClassifier
         made = classifier((HIDDEN_UNITS,), solver="lbfgs", alpha=1.0, max_iter=2000, random_state=seed)
-        weights, biases = _folded(made, rows, labels)
+        weights, biases = _folded(made, rows, labels, warn)
         arrays = {"weights": weights, "biases": biases, "outputs": made.coefs_[1][:, 0]}
         return {name: array.astype(np.float32) for name, array in arrays.items()}, float(made.intercepts_[1][0])
     return weights.astype(np.float32), bias
@@ -169,11 +179,19 @@ def read_probe_method(method: object, pool: str) -> ProbeMethod:
     return chosen
 
 
-def _folded(estimator: Any, rows: Floats, labels: Labels) -> tuple[Floats, Any]:
+def _folded(estimator: Any, rows: Floats, labels: Labels, warn: bool) -> tuple[Floats, Any]:
     """Fit an estimator to standardised rows; return weights and bias, of its first layer, for rows as they are."""
     mean, scale = rows.mean(0), rows.std(0)
     scale = np.where(scale > 0, scale, 1.0)
-    found = estimator.fit((rows - mean) / scale, labels)
+    unconverged = scikit_learn("exceptions").ConvergenceWarning
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", unconverged)
+        found = estimator.fit((rows - mean) / scale, labels)
+    for each in caught:
+        if not issubclass(each.category, unconverged):
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        elif warn:
+            warnings.warn(f"{type(estimator).__name__} {_UNCONVERGED}", RuntimeWarning, stacklevel=2)
     if hasattr(found, "coefs_"):
         weights = found.coefs_[0].T / scale
         return weights, found.intercepts_[0] - weights @ mean

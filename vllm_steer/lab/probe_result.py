@@ -56,20 +56,20 @@ class Threshold(msgspec.Struct, frozen=True):
     value: float
     """Larger scores are positive."""
     false_positives: float
-    """Share of negative texts for which it was chosen."""
+    """Rate of false positives that the threshold was chosen for."""
     texts: int
-    """Number of the texts on which it was chosen."""
+    """Number of texts that the threshold was chosen on."""
     digest: str
     """Hash of these texts and labels."""
     engine: str
-    """What the scores depend on besides the probe, such as the dtype; empty for stored rows."""
+    """Settings of the engine that the scores depend on, such as the dtype; empty for stored rows."""
 
     def __str__(self) -> str:
         rate = f"{100 * self.false_positives:g} % false positives"
         return f"threshold {self.value:.4g} for {rate} on {self.texts} texts"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ProbeResult:
     """Scores of a probe on texts that it was not trained on."""
 
@@ -84,7 +84,11 @@ class ProbeResult:
     stored: Threshold | None = None
     """The threshold of the probe's file, if it has one."""
     engine: str = ""
-    """What the scores depend on besides the probe; empty for stored rows."""
+    """Settings of the engine that the scores depend on; empty for stored rows."""
+
+    def __repr__(self) -> str:
+        texts = f"positive={self.labels.sum()}, negative={(~self.labels).sum()}"
+        return f"ProbeResult(auroc={self.auroc:.3g}, recall={self.recall:.3g}, threshold={self.threshold:.4g}, {texts})"
 
     @cached_property
     def auroc(self) -> float:
@@ -124,7 +128,7 @@ class ProbeResult:
     def recall_at(self, rate: float) -> Recall | None:
         """Return the recall at a rate of false positives; None if there are too few negative texts for the rate.
 
-        The threshold is that above which at most this share of further negative texts is expected.
+        At most this share of further negative texts is expected to score above the threshold.
         """
         positive, negative = self.scores[self.labels], self.scores[~self.labels]
         if len(negative) < least_negatives(rate):
@@ -172,8 +176,8 @@ class ProbeResult:
     def threshold_state(self) -> Literal["holds", "stale", "not told"] | None:
         """Whether the stored threshold keeps its rate of false positives on these texts; None without one.
 
-        It is stale if the 95 % interval of the false positives leaves out the rate, and not told if there are too few
-        negative texts, or those that chose it.
+        ``stale`` if the 95 % interval of the false positives excludes the rate; ``not told`` if there are too few
+        negative texts, or the threshold was chosen on these texts.
         """
         if self.stored is None:
             return None
@@ -259,8 +263,8 @@ class ProbeComparison:
         """The verdict in one or two words.
 
         ``SCORER DEGRADED`` if the interval of the difference is below zero; ``THRESHOLD STALE`` if the new probe's
-        stored threshold is stale; ``PASS`` if the new probe is better than chance, a loss above the margin is outside
-        the interval, and the texts tell whether a stored threshold holds; ``INCONCLUSIVE`` otherwise.
+        stored threshold is stale; ``PASS`` if the new probe is better than chance, the interval excludes a loss above
+        the margin, and a stored threshold is shown to hold; ``INCONCLUSIVE`` otherwise.
         """
         low, high = self.interval
         if high < 0:
@@ -282,11 +286,13 @@ class ProbeComparison:
 
 
 def read_probe(path: str | Path, name: str | None = None) -> tuple[str, Probe, ModuleMetadata, dict[str, Threshold]]:
-    """Return name and content of a probe of a file, the file's metadata, and its thresholds by the name of the probe.
+    """Return the name and content of a file's probe, the file's metadata, and its thresholds by probe name.
 
     Raises:
         SteeringError: The file cannot be read, has no such probe, or the probe has no hook point and layer.
     """
+    if not isinstance(path, (str, Path)):
+        raise SteeringError("path", f"must be a file, not {type(path).__name__}; write a trained probe with its save")
     module, metadata = read_vector_file(path)
     names = ", ".join(module.probes)
     if not module.probes:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -78,15 +79,15 @@ def split_texts(examples: Source | Examples, seed: int) -> tuple[DistinctTexts, 
     return given, held_out
 
 
-def read_unseen(examples: Source | Examples, provenance: Mapping[str, str]) -> DistinctTexts:
-    """Return examples without repetitions for the check of a probe with this provenance.
+def read_unseen(examples: Source | Examples, path: str | Path, provenance: Mapping[str, str]) -> DistinctTexts:
+    """Return examples without repetitions, to check the probe of a file with this provenance.
 
     Raises:
         SteeringError: The examples are not usable, there are too few, or the probe was trained on them.
     """
     given = distinct_texts(examples)
     if provenance.get("examples", "").endswith(f"sha256 {given.digest}"):
-        raise SteeringError("examples", "are those that the probe was trained on; give other texts")
+        raise SteeringError("examples", f"are the texts that {path} was trained on; give other texts")
     if (fewest := min(given.labels.sum(), (~given.labels).sum())) < LEAST_HELD_OUT:
         problem = f"have {fewest} texts of a class; give at least {LEAST_HELD_OUT} different texts of each class"
         raise SteeringError("examples", problem)

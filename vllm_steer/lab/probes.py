@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,14 @@ class TrainedProbe:
     model: str
     point: PointName
     layer: int
-    weights: Any
+    weights: Any = field(repr=False)
     """``[hidden]``, with the score ``x.weights + bias``; a mapping with the arrays of a probe with a hidden layer."""
     bias: float
     result: ProbeResult
     """Scores of the texts that were held out."""
     aurocs: Mapping[int, float]
     """AUROC on unseen training texts by layer, which chose the layer."""
-    provenance: Mapping[str, str]
+    provenance: Mapping[str, str] = field(repr=False)
 
     def readout(self, **fields: Any) -> dict[str, Any]:
         """Return the readout of `SamplingParams`; ``fields`` are further keys, such as ``positions``."""
@@ -68,8 +68,10 @@ class TrainedProbe:
         """Write a module with the probe ``probe`` as ``.safetensors``. An existing file is replaced as a whole.
 
         Raises:
-            SteeringError: The file cannot be written.
+            SteeringError: The file has another suffix, or cannot be written.
         """
+        if Path(path).suffix != ".safetensors":
+            raise SteeringError("out", f"{path} has an unknown suffix; use .safetensors")
         arrays = self.weights if isinstance(self.weights, Mapping) else {"weights": self.weights}
         probe = {**arrays, "bias": self.bias, "point": self.point, "layer": self.layer}
         save_module(path, {"probes": {PROBE: probe}}, self.model, {**self.provenance, "result": self.result.verdict})
@@ -121,12 +123,12 @@ def train_probe(
         engine, found = _describe_engine(llm), collect(llm, given.texts, **spec, use_tqdm=use_tqdm)
     rows = {layer: array.astype(np.float64) for layer, array in found.rows.items()}
     inner = folds(given.groups[~held_out], given.kinds[~held_out], _FOLDS, seed)
-    fit = partial(fit_probe, method, seed=seed)
+    fit = partial(fit_probe, method, seed=seed, warn=False)
     aurocs = {layer: _unseen_auroc(fit, array[~held_out], labels[~held_out], inner) for layer, array in rows.items()}
     equal = [layer for layer in aurocs if aurocs[layer] == max(aurocs.values())]
     layer = equal[len(equal) // 2]
     training, unseen = rows[layer][~held_out], rows[layer][held_out]
-    weights, bias = fit(training, labels[~held_out])
+    weights, bias = fit(training, labels[~held_out], warn=True)
     random = np.random.default_rng(seed)
     permuted = np.empty(controls)
     for i in range(controls):
@@ -175,7 +177,7 @@ def check_probe(
             trained on them, or the engine refuses one.
     """
     name, probe, metadata, thresholds = read_probe(path, name)
-    given = read_unseen(examples, metadata.provenance)
+    given = read_unseen(examples, path, metadata.provenance)
     _check_model(llm, path, probe, metadata)
     weights: Any = probe.weights
     if isinstance(weights, HiddenLayer):
@@ -258,7 +260,10 @@ def _describe_engine(llm: Any) -> str:
 
 def _check_model(llm: Any, path: str | Path, probe: Probe, metadata: ModuleMetadata) -> None:
     """Raise SteeringError if the probe was made for another model."""
-    facts, _, _ = read_site_layers(llm, str(probe.point), [probe.layer])
+    try:
+        facts, _, _ = read_site_layers(llm, str(probe.point), [probe.layer])
+    except SteeringError as error:
+        raise SteeringError("probe", f"{path}, {error.field}: {error.problem}") from None
     names = models_of(llm.llm_engine.vllm_config.model_config)
     made_for = metadata.model
     if made_for and plain_name(made_for) not in map(plain_name, names):

@@ -9,6 +9,8 @@ import torch
 
 from vllm_steer.capture.hidden_states import as_prompts, none_left_running
 from vllm_steer.errors import SteeringError
+from vllm_steer.lab.text_rows import read_site_layers
+from vllm_steer.request.scalars import read_integer
 
 
 class Rollouts(NamedTuple):
@@ -27,6 +29,9 @@ class Rollouts(NamedTuple):
     samples: torch.Tensor
     """Number of each token's sample of its prompt, int64 ``[tokens]``."""
 
+    def __repr__(self) -> str:
+        return f"Rollouts({len(self.rows)} tokens, rows {tuple(self.rows.shape)} {self.rows.dtype})"
+
     def take(self, order: slice | torch.Tensor) -> Rollouts:
         """Return some of the tokens."""
         return Rollouts(*(each[order] for each in self))
@@ -42,22 +47,24 @@ def rollouts(
     dtype: str | None = None,
     **sampling: Any,
 ) -> Rollouts:
-    """Let the model write, and return what it sampled with the rows of one site, from the same run.
+    """Sample from the model, and return the sampled tokens with their rows at one site, from the same run.
 
     Args:
         llm: An `LLM` with steering, in this process.
         prompts: Prompts in any form that ``llm.generate`` accepts, or conversations as in ``llm.chat``.
-        layer: Layer.
+        layer: One layer.
         point: Hook point.
         before: Whether a token's row is the one from which it was sampled, at the position before it, such as a
-            value function reads. By default, it is the row of the token itself. The last token of a sample is never
-            run and has no such row, so that it is left out, unless a readout ended the sample.
+            value function reads. By default, it is the row of the token itself. The model never runs the last token
+            of a sample, so it has no such row and is left out, unless a readout ended the sample.
         dtype: Dtype of the rows; the model's by default.
         **sampling: Other arguments of `SamplingParams`, such as ``n``, ``max_tokens``, ``temperature`` and
             ``steering``.
 
     Raises:
-        SteeringError: The engine refuses the arguments.
+        SteeringError: The engine refuses the layer, the hook point or the steering, or there is no prompt.
+        TypeError: `SamplingParams` has no such argument.
+        ValueError: A prompt is too long.
         RuntimeError: Rows are missing.
 
     Examples:
@@ -68,7 +75,8 @@ def rollouts(
 
     if taken := {"capture", "logprobs"} & sampling.keys():
         raise SteeringError(min(taken), "is set by rollouts; leave it out, or capture with llm.generate")
-    spec = {"hooks": {point: [layer]}, "positions": [[-1, None]]} | ({"dtype": dtype} if dtype else {})
+    _, name, layers = read_site_layers(llm, point, [read_integer(layer, 0, 2**31 - 1, "layer")])
+    spec = {"hooks": {name: list(layers)}, "positions": [[-1, None]]} | ({"dtype": dtype} if dtype else {})
     params = SamplingParams(**sampling, logprobs=0, capture={"memory": spec})
     several, chats = as_prompts(prompts)
     with none_left_running(llm):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,13 +37,13 @@ class Direction:
 
     point: PointName
     layer: int
-    unit: Array
+    unit: Array = field(repr=False)
     """``[hidden]``, with length 1."""
     stream: float
     """Median length of the stream's rows, without the first token; NaN if a file does not tell."""
     distance: float = 1.0
     """Distance of the means of the two classes along the direction."""
-    centre: Array | None = None
+    centre: Array | None = field(default=None, repr=False)
     """Midpoint of the means of the two classes ``[hidden]``; None if the direction was read from a file."""
     auroc: float = float("nan")
     """Probability that a positive example that the direction was not made of is further along than a negative one."""
@@ -127,7 +127,9 @@ class Directions(Mapping[int, Direction]):
     """Description of the examples and settings."""
 
     def __getitem__(self, layer: int) -> Direction:
-        return self.by_layer[layer]
+        if (found := self.by_layer.get(layer)) is None:
+            raise KeyError(f"no direction of layer {layer}; use one of {', '.join(map(str, self))}")
+        return found
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.by_layer)
