@@ -63,7 +63,7 @@ def test_says_where_and_how_much(tmp_path: Path, calm: str) -> None:
     assert "steering[2] add pre_attn of layer 2 all 1 5" in lines
     gate = "mood above 1.5 (previous), times the live strength x"
     assert f"steering[3] ablate post_block of layer 2 generated 1 {gate}" in lines
-    assert "module formal, scale 0.5: its edits apply before those of the request" in lines
+    assert "module formal, scale 0.5: its edits apply before the request's own" in lines
     assert "readout mood: probe at pre_attn of layer 1, tokens answer" in lines
     assert "readout next: lens at post_block of all layers, tokens generated" in lines
     assert "stop: mood below -3, tokens in a row: 2" in lines

@@ -78,7 +78,7 @@ def explain(
                 found = snapshot.find(reference, path)[0]
             except UnknownModuleError:
                 amount = f"scale {reference.scale:g}" if reference.dose is None else f"dose {reference.dose:g}"
-                typer.echo(f"module {reference}, {amount}: its edits apply before those of the request")
+                typer.echo(f"module {reference}, {amount}: its edits apply before the request's own")
                 unknown = f"{reference}"
                 continue
             parts = snapshot.content(found.digest).all_edits
@@ -141,7 +141,7 @@ def _registry(given: Iterable[str]) -> Snapshot:
 
 
 def _edit(path: str, edit: Edit, scale: float, snapshot: Snapshot, layers: int) -> tuple[str, ...]:
-    """Return the row of an edit, whose strength is multiplied by a scale. Length and dose have its sign."""
+    """Return the table row of an edit, with its strength times a scale. Length and dose have the strength's sign."""
     import numpy as np
 
     length = dose = ""
@@ -181,7 +181,7 @@ def _layers(chosen: Any, path: str, layers: int) -> str:
 
 
 def _print_needs(program: Program, layers: int, prompt_tokens: int) -> None:
-    """Print what a program needs of the engine's tables, and which blocks of the prefix cache it shares."""
+    """Print how much of the engine's tables a program needs, and which blocks of the prefix cache it shares."""
     from vllm_steer.limits import ENGINE_LIMITS
     from vllm_steer.program import resolve
 
@@ -202,7 +202,7 @@ def _print_needs(program: Program, layers: int, prompt_tokens: int) -> None:
 
 
 def _shared(edited: Sequence[tuple[int, bytes]], *, live: bool) -> str:
-    """Return who shares the cache blocks of a request with these starts and digests of edited keys and values.
+    """Return which requests share the cache blocks of one with these starts and digests of edited keys and values.
 
     A key of a block includes all edits up to its end (`vllm_steer.engine.cache_keys`), those of earlier tokens as well.
     """
