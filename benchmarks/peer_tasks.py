@@ -146,7 +146,23 @@ def transformer_lens_tasks(path: str) -> dict[str, Task]:
             rows.append(logits[:, -1].log_softmax(-1))
         return torch.stack(rows)
 
-    return {"activations": collecting(streams), "grid": grid}
+    def doses() -> torch.Tensor:
+        vector, tokens, found = vectors(model.cfg.d_model)[0], TOKENS[:DOSED], []
+        for dose in DOSES:
+            first: list[torch.Tensor] = []
+            hooks: list[tuple[str, Any]] = [
+                (names[STEERED_LAYER], lambda stream, hook, added=dose * vector: stream + added),
+                ("unembed.hook_out", lambda logits, hook, first=first: first.append(logits[:, -1])),
+            ]
+            with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+                model.generate(
+                    tokens, max_new_tokens=NEW_TOKENS, do_sample=False, stop_at_eos=False, return_type="tokens",
+                    verbose=False,
+                )  # fmt: skip
+            found.append(first[0].log_softmax(-1).amax(-1))
+        return torch.cat(found)
+
+    return {"activations": collecting(streams), "grid": grid, "doses": doses}
 
 
 def nnterp_tasks(path: str) -> dict[str, Task]:

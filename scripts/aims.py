@@ -209,6 +209,8 @@ def harvested(name: str, shown: str) -> Aim:
     """Return an aim for the rows per second of ``benchmarks/harvest.py`` beside stock vLLM's prompt tokens."""
 
     def figure(fits: Fits) -> Figure | None:
+        if not names(name):
+            return None
         result = read(name)
         values = {way.removeprefix("harvest, "): ratio[0] for way, ratio in result["ratio"].items() if "harvest" in way}
         return Figure(values, [(name, result)]) if fits("captured steps", result) else None
@@ -241,8 +243,11 @@ def tested(fits: Fits) -> Figure | None:
     if not now:
         return None
     passed = sum(not run["failed"] for run in now)
+    text = f"{passed} of {len(now)} runs on this code passed"
+    if earlier := [run for run in runs.values() if run not in now]:
+        text += f"; of the others, {sum(not run['failed'] for run in earlier)} of {len(earlier)} on an earlier one"
     newest = max(now, key=date_of)
-    return Figure({"": passed / len(runs)}, [("gpu-tests.json", newest)], f"{passed} of {len(runs)} runs passed")
+    return Figure({"": passed / len(runs)}, [("gpu-tests.json", newest)], text)
 
 
 _IDLE = Bound(0.997, 1.003, "1.000 ± 0.003")
