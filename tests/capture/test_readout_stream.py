@@ -79,8 +79,11 @@ def test_every_value_is_read_once(sample: Sample) -> None:
     assert sample.take(7) == ([5, 6], [5, 6])
 
 
-def test_unconfirmed_records_wait(sample: Sample) -> None:
+@pytest.mark.parametrize("assembled", [False, True])
+def test_unconfirmed_records_wait(sample: Sample, assembled: bool) -> None:
     """Catches (1) values of rejected drafts and (2) values lost because they arrive ahead of their output."""
+    if assembled:
+        sample.receiver.record_json = lambda *_, **__: None  # type: ignore[method-assign]
     sample.step(0, 3)
     assert sample.take(1)[0] == [0]
     sample.add(2, [[0.0, 0.0]] * 3 + [[0.0, 102.5], [0.0, 103.0], [0.0, 104.0]])

@@ -12,6 +12,7 @@ import torch
 from tests.tiny import HIDDEN, LAYERS, code_of
 from vllm_steer.capture import row_assembler
 from vllm_steer.capture.row_assembler import RowAssembler, RowChunk
+from vllm_steer.capture.row_payload import RECORDS
 from vllm_steer.request import CaptureSpec, Projection
 
 
@@ -34,6 +35,17 @@ def test_last_row_of_a_recomputed_position_counts() -> None:
     assert site.positions.tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(site.rows, rows[[0, 1, 4, 5, 6]])
     assert sum(chunk.count for chunk in assembler._chunks) == 7
+
+
+def test_records_are_as_wide_as_the_narrowest_step() -> None:
+    """Catches records of steps with other requests, whose columns differ in number, and an old record of a token."""
+    assembler = RowAssembler(LAYERS, HIDDEN, torch.float32)
+    for start, values in ((0, [[1, 2, 0], [3, 4, 0]]), (1, [[5, 6], [7, 8]]), (3, [[9, 10, 0, 0]])):
+        records = np.array(values, np.float32)
+        assembler.add([RowChunk("r", start, len(values), (records.shape[1],), records.tobytes(), RECORDS)])
+    positions, found = assembler.records(3)
+    assert (positions.tolist(), found.tolist()) == ([0, 1, 2], [[1, 2], [5, 6], [7, 8]])
+    assert [assembler.since(number, forwarded)[1] for number, forwarded in ((0, 1), (1, 3), (1, 4))] == [0, 2, 3]
 
 
 def test_incomplete_sample_is_partial() -> None:

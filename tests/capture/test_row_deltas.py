@@ -49,6 +49,9 @@ def test_unconfirmed_rows_wait() -> None:
     assert first_components(stream.next_delta(3, 5)) == [(1, 1), (2, 2), (3, 3)]
     assembler.add([chunk(4, 4)])
     assert first_components(stream.next_delta(3, 6)) == [(4, 4)]
+    assembler.add([chunk(5, 5, 6)])
+    assert first_components(stream.next_delta(3, 7)) == [(5, 5)]
+    assert first_components(stream.next_delta(3, 8)) == [(6, 6)]
 
 
 def test_merged_deltas_are_in_order() -> None:

@@ -108,6 +108,18 @@ def test_doses_without_lengths_are_refused() -> None:
         steering.compose(extra(steering_modules=use))
 
 
+def test_a_dose_whose_strength_overflows_is_refused() -> None:
+    """Catches global steering that is accepted, and that fails each request after it."""
+    steering, direction = registry(), vector(1) / np.linalg.norm(vector(1))
+    base = {"post_block": {1: {"vector": 1e-36 * direction, "scale": 1e36}}}
+    steering.register("calm", base=base, provenance={"stream": '{"1": 5.0}'})
+    epoch = steering.snapshot().epoch
+    with pytest.raises(SteeringError, match=r"^modules\[0\]\.strength"):
+        steering.set(modules=[{"module": "calm", "dose": 900}])
+    assert steering.snapshot().epoch == epoch
+    assert program_with(steering, steering_modules=[{"module": "calm", "dose": 0.5}]).edits
+
+
 @pytest.mark.parametrize("use", [["calm", 1e-50], {"module": "calm", "dose": 1e-60}, ["calm", 0]])
 def test_a_strength_that_float32_rounds_to_zero_has_no_effect(use: Any) -> None:
     """Catches a request that is called steered although each of its strengths is 0 where edits are computed."""

@@ -272,7 +272,7 @@ LENGTHS = Directions({2: Direction("post_block", 2, np.float32([0.6, 0.8]), 20.0
 
 @pytest.mark.parametrize("vector", [LENGTHS, LENGTHS[2]])
 def test_a_dose_is_in_lengths_of_the_stream(vector: Any) -> None:
-    """Catches a dose taken for a strength or multiplied by the vector's length, and one that is applied twice."""
+    """Catches a dose taken for a strength or multiplied by the vector's length, applied twice, or of the other sign."""
     edit = make(vector=vector, dose=-0.5)
     assert edit == make(vector=LENGTHS[2].vector, strength=-0.5 * 20 / 5)
     assert np.linalg.norm(edit.strength * edit.vector) == pytest.approx(10) and edit.dose is None
@@ -280,6 +280,8 @@ def test_a_dose_is_in_lengths_of_the_stream(vector: Any) -> None:
     assert make(vector=vector, strength=3) == make(vector=[3.0, 4.0], strength=3)
     assert make(vector=vector, kind="ablate").kind == "ablate"
     assert make(vector=vector, dose=-0.5, strength=None) == edit and edit.given_dose == -0.5
+    against = make(vector=dataclasses.replace(LENGTHS[2], distance=-5.0), dose=-0.5)
+    np.testing.assert_allclose(against.strength * against.vector, edit.strength * edit.vector, rtol=1e-6)
 
 
 def test_doses_without_a_meaning_are_refused() -> None:

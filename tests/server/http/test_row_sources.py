@@ -113,7 +113,7 @@ def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
 
 
 def test_doses_of_modules() -> None:
-    """Catches a length of another layer, a dose taken for a strength, and a probe's dose at a site that is not its own.
+    """Catches a guessed length or that of another layer, a dose taken for a strength, and a probe's dose elsewhere.
 
     Each of these requests would be steered by another amount than it says.
     """
@@ -123,7 +123,8 @@ def test_doses_of_modules() -> None:
     probes = {"joy": {"weights": vector, "point": "post_block", "layer": 1}, "bare": vector}
     streams = {"stream": '{"0": 2.0, "1": 4.0}'}
     engine.registry.register("calm", base=base, probes=probes, provenance=streams)
-    engine.registry.register("told", base=base, provenance={"stream": '{"0": 2.0}'})
+    engine.registry.register("told", base=base, probes=probes, provenance={"stream": '{"0": 2.0}'})
+    digest = engine.registry.snapshot().index.modules["calm"][-1].digest
     context = RequestContext(engine=engine, owner=MINE, capture_store=None)
 
     def edit(module: str, **changes: Any) -> Edit:
@@ -141,6 +142,8 @@ def test_doses_of_modules() -> None:
     for module, changes, field, problem in (
         ("calm", {"layers": 2}, "dose", "the vector of post_block[2] does not tell; use a vector of a file made with"),
         ("told", {}, "dose", "the vector of post_block[1] does not tell"),
+        ("told/joy", {}, "dose", "the vector of post_block[1] does not tell"),
+        (f"{digest}/joy", {}, "vector.module", "needs the name of the module"),
         ("calm", {"strength": 1.0}, "dose", "cannot be combined with strength"),
         ("calm", {"kind": "add_normed"}, "dose", "is not a parameter of add_normed"),
         ("calm", {"layers": [0, 1]}, "layers", "send one edit for each layer"),
