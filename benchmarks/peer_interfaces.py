@@ -10,6 +10,8 @@ import torch
 from benchmarks.peer_tasks import (
     CLEAN,
     CORRUPT,
+    DOSED,
+    DOSES,
     ENGINE,
     GRID_LENGTH,
     NEW_TOKENS,
@@ -18,6 +20,7 @@ from benchmarks.peer_tasks import (
     STEERED_LAYER,
     TOKENS,
     Task,
+    first_logprobs,
     lens_tasks,
     vectors,
 )
@@ -67,13 +70,26 @@ def _transformer_lens(llm: Any) -> dict[str, Task]:
             row[torch.tensor(flat.token_ids)] = torch.tensor(flat.logprobs)
         return found.reshape(len(names), GRID_LENGTH, -1)
 
-    return {"activations": activations, "grid": grid}
+    def doses() -> torch.Tensor:
+        vector = vectors(model.cfg.d_model)[0]
+        params = [
+            SamplingParams(
+                max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=1,
+                steering=[Edit(kind="add", point=names[STEERED_LAYER], vector=vector, strength=dose)],
+            )
+            for dose in DOSES
+            for _ in range(DOSED)
+        ]  # fmt: skip
+        return first_logprobs(llm.generate(REQUESTS[:DOSED] * len(DOSES), params, use_tqdm=False))
+
+    return {"activations": activations, "grid": grid, "doses": doses}
 
 
 def _nnterp(llm: Any) -> dict[str, Task]:
+    from vllm_steer import Edit
     from vllm_steer.peers.nnterp import StandardizedTransformer
 
-    model = StandardizedTransformer(llm)
+    model, vector = StandardizedTransformer(llm), vectors(llm.llm_engine.vllm_config.model_config.get_hidden_size())[0]
     layers = range(model.num_layers)
 
     def activations() -> torch.Tensor:
@@ -96,7 +112,15 @@ def _nnterp(llm: Any) -> dict[str, Task]:
                         probs.append(model.next_token_probs.save())
         return torch.cat([each.value for each in probs]).log().reshape(len(layers), GRID_LENGTH, -1)
 
-    return {"activations": activations, "grid": grid}
+    def doses() -> torch.Tensor:
+        edits = [
+            Edit(kind="add", point="post_block", layers=STEERED_LAYER, vector=vector, strength=dose) for dose in DOSES
+        ]
+        fields: dict[str, Any] = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 1}
+        params = [model.params(edits=[edit], **fields) for edit in edits for _ in range(DOSED)]
+        return first_logprobs(model.submit(TOKENS[:DOSED].tolist() * len(DOSES), params))
+
+    return {"activations": activations, "grid": grid, "doses": doses}
 
 
 def _probe_hook(llm: Any) -> Task:

@@ -191,7 +191,20 @@ def nnterp_tasks(path: str) -> dict[str, Task]:
             rows.append(logits[:, -1].log_softmax(-1))
         return torch.stack(rows)
 
-    return {"activations": collecting(streams), "grid": grid}
+    def doses() -> torch.Tensor:
+        vector, tokens, found = vectors(model.config.hidden_size)[0], TOKENS[:DOSED], []
+        length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+        for dose in DOSES:
+            added = dose * vector
+            with torch.no_grad(), model.generate(tokens, do_sample=False, **length) as tracer:
+                logits = nnsight.save([])
+                for _ in tracer.iter[:]:
+                    model.layers_output[STEERED_LAYER] = model.layers_output[STEERED_LAYER] + added
+                    logits.append(model.logits[:, -1])
+            found.append(logits[0].log_softmax(-1).amax(-1))
+        return torch.cat(found)
+
+    return {"activations": collecting(streams), "grid": grid, "doses": doses}
 
 
 def vllm_lens_tasks(path: str) -> dict[str, Task]:
@@ -201,6 +214,11 @@ def vllm_lens_tasks(path: str) -> dict[str, Task]:
 
     llm = LLM(path, **ENGINE)
     return lens_tasks(llm, SamplingParams, SteeringVector)
+
+
+def first_logprobs(outputs: Any) -> torch.Tensor:
+    """Return the log-probability of the first token of each output ``[outputs]``."""
+    return torch.tensor([max(each.logprob for each in out.outputs[0].logprobs[0].values()) for out in outputs])
 
 
 def lens_tasks(llm: Any, params: Any, steering_vector: Any) -> dict[str, Task]:
@@ -244,8 +262,7 @@ def lens_tasks(llm: Any, params: Any, steering_vector: Any) -> dict[str, Task]:
             for dose in DOSES
             for _ in range(DOSED)
         ]  # fmt: skip
-        outputs = llm.generate(REQUESTS[:DOSED] * len(DOSES), chosen, use_tqdm=False)
-        return torch.tensor([max(each.logprob for each in out.outputs[0].logprobs[0].values()) for out in outputs])
+        return first_logprobs(llm.generate(REQUESTS[:DOSED] * len(DOSES), chosen, use_tqdm=False))
 
     return {"activations": activations, "steered": steered, "doses": doses}
 
