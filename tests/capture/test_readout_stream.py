@@ -90,6 +90,9 @@ def test_unconfirmed_records_wait(sample: Sample, assembled: bool) -> None:
     assert sample.take(4) == ([1, 2, 3], [1, 2.5, 3])
     sample.add(4, [[0.0, 0.0], [0.0, 104.5]])
     assert sample.take(5) == ([4], [4.5])
+    for position in (5, 6):
+        sample.step(position)
+        assert sample.take(position + 1) == ([position], [position])
 
 
 def test_recomputed_positions_are_skipped(sample: Sample) -> None:
@@ -254,3 +257,10 @@ def test_numbers_of_a_step_are_formatted_once(monkeypatch: pytest.MonkeyPatch) -
         assert b"[" + b",".join(whole.record_json(f"r{i}", i)) + b"]" == encode(rows[i].tolist())
     assert sum(encoded) == 200 * 20 and max(encoded) <= 1024
     assert whole.positions_of("r7") == range(7, 8) and whole.positions_of("absent") is None
+    twice = StepRows(
+        RowIndex(("r",) * 2, ((20,),) * 2, RECORDS), np.array([0, 5]), np.ones(2, np.int64), whole.rows[:2]
+    )
+    assert twice.positions_of("r") is None
+    wide = StepRows(RowIndex(names[:2], ((2000,),) * 2, RECORDS), np.array([4, 9]), np.ones(2, np.int64),
+                    rows.reshape(2, 2000).view(np.uint8))  # fmt: skip
+    assert b"[" + b",".join(wide.record_json("r1", 9)) + b"]" == encode(rows[100:].reshape(-1).tolist())

@@ -165,6 +165,7 @@ def test_only_consecutive_steps_are_merged(monkeypatch: pytest.MonkeyPatch) -> N
     assert num_merged(at(0), at(1), at(2)) == 1
     assert num_merged(at(0), at(2)) == num_merged(at(1), at(1)) == 2
     assert num_merged(at(0, count=2), at(2)) == 2
+    assert num_merged(at(0, count=2), dataclasses.replace(at(2, count=2), count=np.array([1, 3]))) == 2
     assert num_merged(at(0), step(1, "b", "a")) == 2
     assert num_merged(at(0), step(1, "a", codes=(0,)), at(1)) == 3
     assert num_merged(dataclasses.replace(at(0), start=np.array([0, 5])), at(1)) == 2
