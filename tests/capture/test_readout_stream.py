@@ -13,6 +13,7 @@ import torch
 
 from vllm_steer.capture import row_receiver, step_rows
 from vllm_steer.capture.readout_stream import ReadoutStream
+from vllm_steer.capture.readouts import Readouts
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_payload import RECORDS
 from vllm_steer.capture.row_receiver import RowReceiver
@@ -202,6 +203,8 @@ def test_json_of_every_kind() -> None:
         ]
         assert json.loads(text) == {name: {"positions": [position], **expected[name]} for name in names}
     assert text.index(b"lens") > text.index(b"two")
+    for name, values in json.loads(text).items():
+        assert json.loads(json.dumps(Readouts.from_json(values).to_json(tuple(values)[1:]))) == values, name
 
 
 def test_json_of_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

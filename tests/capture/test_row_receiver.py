@@ -102,6 +102,17 @@ def test_pipeline_stages_and_projections_have_separate_chunks() -> None:
     ]  # fmt: skip
 
 
+def test_records_of_other_widths_start_a_new_chunk() -> None:
+    """Catches records of different widths in one chunk, and a record that hides one that was computed after it."""
+    front = FrontEnd("a")
+    for position, record in ((0, [1, 2]), (1, [3, 4, 0]), (1, [5, 6])):
+        index = RowIndex(("a",), ((len(record),),), RECORDS)
+        rows = np.array([record], np.float32).view(np.uint8)
+        front.receiver.add_step(StepRows(index, np.array([position]), np.array([1]), rows))
+    assert [chunk.start for chunk in front.finish("a")] == [0, 1, 1]
+    assert front.assemblers["a"].records(2)[1].tolist() == [[1, 2], [5, 6]]
+
+
 @pytest.mark.parametrize("limit", ["MAX_STEPS", "MAX_BYTES"])
 def test_buffer_is_bounded(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches steps that stay in memory as long as one of their requests runs."""

@@ -14,7 +14,7 @@ from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptur
 from vllm_steer.capture.step_rows import StepRows, decode_row_index
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
 from vllm_steer.program import Resolved, compile_program, resolve
-from vllm_steer.request import CaptureSpec, Projection
+from vllm_steer.request import CaptureSpec, Projection, parse_readouts
 
 HIDDEN, LAYERS, PROMPT = 16, 3, 4
 RNG = np.random.default_rng(5)
@@ -29,12 +29,15 @@ SPECS: Mapping[str, tuple[CaptureSpec, ...]] = {
         CaptureSpec(hooks={"post_block": [1]}, positions="all", reduce=ONE),
         CaptureSpec(hooks={"pre_attn": [0]}, positions="all_prompt", before=True, reduce=ONE),
     ),
+    # Rows of a lens do not leave.
+    "lens": (CaptureSpec(hooks={"post_block": [1]}, positions="all"),),
 }
+READOUTS = {"lens": parse_readouts({"top": {"lens": {"top_k": 2}, "point": "post_block", "layers": [0, 2]}})}
 DIRECTIONS = {projection.digest: torch.from_numpy(projection.directions.copy()) for projection in (ONE, OTHER)}
 
 
 def resolved(name: str) -> Resolved:
-    return resolve(compile_program([], SPECS[name]), PROMPT, LAYERS)
+    return resolve(compile_program([], SPECS[name], readouts=READOUTS.get(name, {})), PROMPT, LAYERS)
 
 
 def value(name: str, position: int, code: int) -> torch.Tensor:
@@ -110,7 +113,16 @@ DECODING = {"several": (9, 1), "projected": (4, 1), "rows": (30, 1)}
 
 
 @pytest.mark.parametrize(
-    "batch", [CHUNKS, DECODING, {"projected": (0, 7)}, {"rows": (0, 2)}, {"several": (3, 1), "rows": (0, 1)}]
+    "batch",
+    [
+        CHUNKS,
+        DECODING,
+        {"projected": (0, 7)},
+        {"rows": (0, 2)},
+        {"several": (3, 1), "rows": (0, 1)},
+        {"lens": (3, 2)},
+        {"rows": (1, 2), "lens": (5, 1)},
+    ],
 )
 def test_every_format_of_every_row_is_transferred_once(batch: Mapping[str, tuple[int, int]]) -> None:
     """Catches projections of a neighbour's rows, projections that were not requested, and swapped formats."""
@@ -153,7 +165,7 @@ def test_steady_batch_with_changing_token_counts() -> None:
     steady = SteadyCaptureBatch(names, tuple(resolved(name).segments[-1].program for name in names))
     copier = DeviceToHostCopier(torch.device("cpu"))
     for batch in (DECODING, {"several": (10, 1), "projected": (5, 1), "rows": (31, 1)},
-                  {"several": (11, 3), "projected": (6, 1), "rows": (32, 2)}, DECODING):  # fmt: skip
+                  {"several": (11, 2), "projected": (6, 1), "rows": (32, 2)}, DECODING):  # fmt: skip
         first, count = (np.array([each[i] for each in batch.values()], dtype=np.int64) for i in (0, 1))
         plan = steady.plan(first, count)
         check(copier.start(arena(batch)[: plan.num_rows], None, plan, transfers(plan)).wait(), batch)

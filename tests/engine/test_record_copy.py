@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from vllm_steer.engine.device_to_host import DeviceToHostCopier
 from vllm_steer.engine.record_copy import RecordCopy
 from vllm_steer.engine.step_batch import StepBatch
 
@@ -34,3 +36,30 @@ def test_follows_a_request_to_another_place_in_the_batch() -> None:
     copy = RecordCopy(store, None, enabled=True, speculative=False)  # type: ignore[arg-type]
     assert rows_planned(copy, ["plain", "other", "read"], [2]) == [2]
     assert rows_planned(copy, ["plain", "read", "other"], [1]) == [1]
+
+
+@pytest.mark.parametrize("ahead", [0, 5], ids=["certain", "drafts"])
+def test_records_of_steps_with_several_tokens(ahead: int) -> None:
+    """Catches records of a neighbour or of another token, columns cut off, and the plan or positions of another step.
+
+    With drafts, the host's positions are ahead of the device's.
+    """
+    record, first = torch.arange(16.0)[:, None].repeat(1, 16), np.array([10, 20, 30, 40])
+    store: Any = SimpleNamespace(changes=0, record_width=0, tables=SimpleNamespace(record=record))
+    copy = RecordCopy(store, DeviceToHostCopier(torch.device("cpu")), enabled=True, speculative=ahead > 0)
+    for store.changes, store.record_width, columns in ((1, 5, 8), (2, 9, 12), (3, 15, 16)):
+        for recorded in ([1, 3], [0, 1, 2, 3], [0, 2]):
+            for count in ([3, 2, 1, 3], [1, 1, 4, 2], [1, 1, 1, 1]):
+                position = torch.cat([torch.arange(start, start + n) for start, n in zip(first, count, strict=True)])
+                layout: Any = SimpleNamespace(position=position)
+                batch = StepBatch(lambda: layout, [*"abcd"], first, first + ahead, np.array(count), 16)  # noqa: B023
+                copy.plan(batch, np.array(recorded))
+                copy.start_copy()
+                (pending,) = copy.take_rows()
+                (step,) = pending.wait()
+                assert step.index.request_ids == tuple("abcd"[i] for i in recorded)
+                for place, i in enumerate(recorded):
+                    found = step.rows_of(place).view(np.float32)
+                    own = np.arange(count[i]) + sum(count[:i])
+                    assert step.start[place] == first[i] and step.index.codes[place] == (columns,)
+                    np.testing.assert_array_equal(found, np.repeat(own[:, None], columns, axis=1))
