@@ -239,6 +239,21 @@ async def test_embeddings_beside_images_have_no_token() -> None:
     assert result.token_ids("post_block", 1).tolist() == [PROMPT[0], -1, PROMPT[2]]
 
 
+async def test_streamed_readouts_keep_captured_rows() -> None:
+    """Catches captured rows that are dropped with the records that a stream has sent."""
+    front = FrontEnd()
+    capture = {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}
+    queue = front.submit("one", capture=capture, readouts=READOUTS)
+    feed = ReadoutFeed(front.processor.request_states["one"])
+    for start, count in ((0, 3), (3, 1)):
+        records = rows(["one"], start, count, width_of(readouts=READOUTS))
+        front.step(records, rows(["one"], start, count, 8, b""), token("one", 8))
+        assert feed.take_all()["mood"]["positions"] == list(range(start, start + count))
+    front.step(rows(["one"], 4, 1, 8, b""), EngineCoreOutput("one", [8], finish_reason=FinishReason.LENGTH))
+    result = (await queue.get()).outputs[0].capture_results["memory"]
+    assert (result.error, result.tensor("post_block", 1)[:, 0].tolist()) == (None, [0, 1, 2, 3, 4])
+
+
 @pytest.mark.parametrize("stops", [True, False])
 async def test_the_token_that_stops_has_rows(stops: bool) -> None:
     """Catches the captured row of a stop's token missing, and an edit of that token reported as without effect.

@@ -20,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from tests.server.application import Body, add_error_handler
 from tests.server.fakes import HIDDEN, FakeEngine
+from vllm_steer import SamplingParams as SteeredParams
 from vllm_steer.capture.readout_stream import ReadoutStream
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_payload import RECORDS
@@ -247,6 +248,28 @@ async def test_responses_route() -> None:
     assert joined(events) == expected()
     assert events[1]["readouts"]["score"]["positions"] == [3]
     assert [event["type"] for event in events[-2:]] == ["response.output_text.delta", "response.completed"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_trace_of_all_generated_tokens(stream: bool) -> None:
+    """Catches a trace without the tokens that a stream has sent, with those of the prompt, or of another column.
+
+    The factor of an edit at tokens that it does not cover has no effect there, and is 0.
+    """
+    edit = {"kind": "add", "point": "post_block", "layers": 2, "vector": [1.0] * HIDDEN}
+    gated = {**edit, "when": {"readout": "score", "above": 0.0}, "tokens": [[4, 5]]}
+    fields = {"readouts": READOUTS, "steering": [{**edit, "live": "calm"}, gated]}
+    response = await client_of(make_app()).post(COMPLETIONS, json={**fields, "n": 2, "stream": stream})
+    parts = events_of(response.text) if stream else [response.json()]
+    choices = [choice for part in parts for choice in part["choices"] if "steering_trace" in choice]
+    program = program_of(SteeredParams(**fields))
+    assert program is not None and [choice["index"] for choice in choices] == [0, 1]
+    (gate,), live = program.layout.gates.values(), program.layout.live["calm"]
+    for number, choice in enumerate(choices):
+        trace = choice["steering_trace"]
+        factors = [record(number, position, program.layout.width) for position in range(PROMPT, PROMPT + TOKENS - 1)]
+        assert trace["positions"] == [3, 4, 5] and trace["live"] == {"calm": [each[live] for each in factors]}
+        assert trace["gates"] == [[0.0], [factors[1][gate]], [0.0]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -65,13 +65,14 @@ def test_rows_of_other_positions(store: CaptureStore) -> None:
         resolve(store, {**named, "positions": [3, 0]}, tokens=[2, 1])
     assert error.value.field == "steering[0].tokens[1]"
     assert np.array_equal(resolve(store, {**named, "positions": [3, 0]}), ROWS[[3, 0]].numpy())
-    assert np.array_equal(resolve(store, {**named, "positions": [-1]}, tokens=[0]), ROWS[3].numpy())
+    for i in range(4):
+        assert np.array_equal(resolve(store, {**named, "positions": [i - 4]}, tokens=[0]), ROWS[i].numpy())
     assert np.array_equal(resolve(store, {**named, "positions": [2, 1, 0]}, tokens=[[5, 8]]), ROWS[[2, 1, 0]].numpy())
     for positions, tokens in (([1], [1, 2]), ([1, 9], [1, 2]), ([1], "prompt"), ("x", [1]), ([1], None)):
         with pytest.raises(SteeringError, match="positions"):
             resolve(store, {**named, "positions": positions}, tokens=tokens)
-    with pytest.raises(SteeringError, match="position -20 is outside of the captured prompt of 4 tokens"):
-        resolve(store, {**named, "positions": [-20]}, tokens=[0])
+    with pytest.raises(SteeringError, match="position -5 is outside of the captured prompt of 4 tokens"):
+        resolve(store, {**named, "positions": [-5]}, tokens=[0])
     with pytest.raises(SteeringError) as refused:
         resolve(store, {**named, "positions": [0]}, tokens="x")
     assert refused.value.field == "steering[0].tokens"

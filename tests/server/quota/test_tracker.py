@@ -215,7 +215,7 @@ def test_machine_detects_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_global_steering_does_not_count_for_keys() -> None:
-    """Catches global steering that counts for a key, or that hides the key's own edits."""
+    """Catches global steering that counts for a key or against a norm limit, or that hides the key's own edits."""
     shared, own = program_of(0, 1, 2, 3), program_of(0, 1, 2, 3, 4)
     tracker = QuotaTracker(SimpleNamespace(**FLAGS, steering_request_edits=1, steering_request_vectors=1))
     tracker.reserve(key_of("one")).reserve_program(own, shared, LAYERS)
@@ -224,6 +224,10 @@ def test_global_steering_does_not_count_for_keys() -> None:
         tracker.reserve(key_of("two")).reserve_program(own, None, LAYERS)
     with pytest.raises(TooLargeError, match="edits"):
         tracker.reserve(key_of("two")).reserve_program(program_of(0, 1, 2, 3, 4, 5), shared, LAYERS)
+    strict = QuotaTracker(SimpleNamespace(steering_max_norm=600))
+    strict.reserve(None).reserve_program(program_of(0, 1, 2, 3, 1), shared, LAYERS)
+    with pytest.raises(SteeringError, match="a norm of 1280"):
+        strict.reserve(None).reserve_program(own, shared, LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -345,6 +349,9 @@ def test_registry_applies_the_norm_limit() -> None:
     doses = r"a norm of 100, a dose of 2; this server allows 10, a dose of 0.2 \(--steering-max-norm\)"
     with pytest.raises(SteeringError, match=doses):
         strict.register("calm", base=large, provenance=about)
+    free.register(
+        "calm", base={"post_block": {"1": [1.0] * CAPABILITIES.hidden_size}}, provenance={"stream": '{"1": 9}'}
+    )
     free.register("calm", base=large, provenance=about)
     other = {"post_block": {"2": large["post_block"]["1"]}, "pre_attn": {"3": large["post_block"]["1"]}}
     free.register("other", base=other, provenance={"stream": '{"0": 9.0, "1": 400.0, "2": 1.0}'})
