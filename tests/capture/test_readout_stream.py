@@ -13,7 +13,7 @@ import torch
 
 from vllm_steer.capture import row_receiver, step_rows
 from vllm_steer.capture.readout_stream import ReadoutStream
-from vllm_steer.capture.readouts import Readouts
+from vllm_steer.capture.readouts import Readouts, merge_readouts
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_payload import RECORDS
 from vllm_steer.capture.row_receiver import RowReceiver
@@ -205,6 +205,15 @@ def test_json_of_every_kind() -> None:
     assert text.index(b"lens") > text.index(b"two")
     for name, values in json.loads(text).items():
         assert json.loads(json.dumps(Readouts.from_json(values).to_json(tuple(values)[1:]))) == values, name
+
+
+def test_merged_readouts_are_in_order() -> None:
+    """Catches tokens of a lens beside the positions of others when vLLM merges outputs that a client has not read."""
+    parts = [{"top": {"positions": [i], "token_ids": [[i + 5]], "logprobs": [[-i - 0.5]]}} for i in range(2)]
+    both = merge_readouts(*({"top": Readouts.from_json(part["top"])} for part in parts))
+    assert both is not None and both["top"].to_json(("token_ids", "logprobs")) == {
+        "positions": [0, 1], "token_ids": [[5], [6]], "logprobs": [[-0.5], [-1.5]]
+    }  # fmt: skip
 
 
 def test_json_of_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

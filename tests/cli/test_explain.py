@@ -76,6 +76,8 @@ def test_explains_an_expression(tmp_path: Path, calm: str) -> None:
     lines = lines_of(run(tmp_path, {"steering": "- 0.7 calm@first:20"}, calm))
     assert "steering[0] add post_block of layer 2 {'generated': [[0, 20]]} -14 -14 -0.7" in lines
     assert "max_rows 1 1024" in lines
+    needs = lines_of(run(tmp_path, {"steering": "0.5 calm - 0.7 calm@first:20"}, calm))
+    assert "max_rows 2 1024" in needs and "max_instructions 3 65536" in needs
 
 
 def test_explains_edits_with_the_vector_of_a_module(tmp_path: Path, calm: str) -> None:

@@ -254,6 +254,17 @@ async def test_streamed_readouts_keep_captured_rows() -> None:
     assert (result.error, result.tensor("post_block", 1)[:, 0].tolist()) == (None, [0, 1, 2, 3, 4])
 
 
+async def test_samples_have_their_own_rows() -> None:
+    """Catches the rows of one sample under the number of another, in an output of several samples."""
+    front, capture = FrontEnd(), {"memory": {"hooks": {"post_block": [1]}, "positions": "all_prompt"}}
+    queue = front.submit("many", n=2, capture=capture)
+    ends = [EngineCoreOutput(f"{i}_many", [8], finish_reason=FinishReason.LENGTH) for i in range(2)]
+    front.step(rows(["1_many"], 1, 2, 8, b""), rows(["0_many"], 0, 3, 8, b""), *ends)
+    results = {each.index: each.capture_results["memory"] for each in (await queue.get()).outputs}
+    found = {index: (each.data.sample, each.positions("post_block", 1).tolist()) for index, each in results.items()}
+    assert found == {0: (0, [0, 1, 2]), 1: (1, [1, 2])}
+
+
 @pytest.mark.parametrize("stops", [True, False])
 async def test_the_token_that_stops_has_rows(stops: bool) -> None:
     """Catches the captured row of a stop's token missing, and an edit of that token reported as without effect.
@@ -280,7 +291,8 @@ async def test_the_token_that_stops_has_rows(stops: bool) -> None:
                 front.step(EngineCoreOutput(name, [], finish_reason=FinishReason.LENGTH))
         output = await queue.get()
         found, kept = output.outputs[0], [3, 4] if stops else [3]
-        assert found.readouts["mood"].positions.tolist() == [0, 1, 2, *kept]
+        mood = found.readouts["mood"]
+        assert mood.positions.tolist() == mood.values.tolist() == [0, 1, 2, *kept]
         unreached = ["steering[1]"] if stops else ["steering[0]", "steering[1]"]
         assert [each.edit for each in output.steering_applied.no_effect] == unreached
         result = found.capture_results["memory"]

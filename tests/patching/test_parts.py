@@ -116,6 +116,11 @@ def test_p_values_of_sums_that_cancel() -> None:
     assert summarise(np.array([[1.0], [1e-5], [-1.0]])).p_value[0] == 1
 
 
+def test_p_values_of_many_pairs() -> None:
+    """Catches a probability of 0: the observed signs count as one of the patterns that are drawn."""
+    assert summarise(np.ones((40, 1))).p_value[0] == 1 / 4097
+
+
 @pytest.mark.parametrize(
     "given",
     [

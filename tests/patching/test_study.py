@@ -12,6 +12,7 @@ import pytest
 from tests.patching.fake import FakeRunner
 from vllm_steer import SteeringError
 from vllm_steer.patching import PatchingResult, PatchingStudy, sweep
+from vllm_steer.patching.sources import resampled
 from vllm_steer.request.edit import KINDS
 
 pytestmark = pytest.mark.skipif("replace" not in KINDS, reason="needs the edit replace")
@@ -207,6 +208,8 @@ def test_sources_of_ablations() -> None:
     assert rows == {2, 7, 1} and len(result.clean) == 4  # blue and slow, and red of the control
     with pytest.raises(SteeringError, match="no prompt other than"):
         study(corrupt=None, ablate="resample").sweep(progress=False)
+    longer = resampled({("post_block", 1): np.eye(3, dtype=np.float32)}, 6)
+    assert longer.rows("post_block", 1, [1, 2, 3, 5]).argmax(axis=1).tolist() == [1, 2, 2, 2]
 
 
 def test_a_random_subspace_beside_the_real_one() -> None:
