@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from tests.tiny import code_of
 from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptureBatch, UncertainPlan
 from vllm_steer.capture.step_rows import StepRows, decode_row_index
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
+from vllm_steer.engine.row_capture import RowCapture
+from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.program import Resolved, compile_program, resolve
 from vllm_steer.request import CaptureSpec, Projection, parse_readouts
 
@@ -185,3 +189,31 @@ def test_device_positions_decide_with_drafts() -> None:
     wrong = plan_of(ahead)
     with pytest.raises(AssertionError):
         check(copier.start(stored, None, wrong, transfers(wrong)).wait(), batch)
+
+
+@pytest.mark.parametrize("ahead", [0, 3], ids=["certain", "drafts"])
+def test_rows_of_consecutive_steps(ahead: int) -> None:
+    """Catches the plan of an earlier step or of another order of the batch, and tokens of a request without captures.
+
+    With drafts, the host's positions are ahead of the device's.
+    """
+    slots = {name: slot for slot, name in enumerate(("plain", *SPECS))}
+    last = np.array([0, *(resolved(name).segments[-1].start for name in SPECS)])
+    tables = SimpleNamespace(arena=torch.empty(0))
+    store: Any = SimpleNamespace(
+        changes=1, resolved_of=resolved, directions=DIRECTIONS.__getitem__, tables=tables, last_segment=last
+    )
+    rows = RowCapture(store, DeviceToHostCopier(torch.device("cpu")), enabled=True, speculative=ahead > 0)
+    other = {name: DECODING[name] for name in reversed(DECODING)}
+    for batch in (CHUNKS, DECODING, other, {"several": (3, 2), "lens": (9, 1)}, {"several": (5, 2), "lens": (9, 1)}):
+        first, count = (np.array([7 - 5 * i, *(each[i] for each in batch.values())], dtype=np.int64) for i in (0, 1))
+        layout: Any = SimpleNamespace(
+            position=torch.from_numpy(np.concatenate(list(map(np.arange, first, first + count))))
+        )
+        tables.arena, ids = arena(batch), ["plain", *batch]
+        slot = np.array([slots[name] for name in ids])
+        rows.plan(StepBatch(lambda: layout, ids, slot, first + ahead, count, 64), np.arange(1, len(ids)))  # noqa: B023
+        rows.start_copy()
+        (pending,) = rows.take_rows()
+        check(pending.wait(), batch)
+        assert rows.take_rows() == ()
