@@ -205,7 +205,14 @@ def test_rows_of_consecutive_steps(ahead: int) -> None:
     )
     rows = RowCapture(store, DeviceToHostCopier(torch.device("cpu")), enabled=True, speculative=ahead > 0)
     other = {name: DECODING[name] for name in reversed(DECODING)}
-    for batch in (CHUNKS, DECODING, other, {"several": (3, 2), "lens": (9, 1)}, {"several": (5, 2), "lens": (9, 1)}):
+    for batch in (
+        CHUNKS,
+        DECODING,
+        other,
+        {"several": (3, 2), "lens": (9, 1)},
+        {"several": (5, 2), "lens": (9, 1)},
+        {"rows": (0, 2)},
+    ):
         first, count = (np.array([7 - 5 * i, *(each[i] for each in batch.values())], dtype=np.int64) for i in (0, 1))
         layout: Any = SimpleNamespace(
             position=torch.from_numpy(np.concatenate(list(map(np.arange, first, first + count))))

@@ -265,6 +265,29 @@ async def test_samples_have_their_own_rows() -> None:
     assert found == {0: (0, [0, 1, 2]), 1: (1, [1, 2])}
 
 
+async def test_merged_outputs_of_samples() -> None:
+    """Catches rows under another sample's number, and a trace lost because another sample goes on.
+
+    vLLM merges outputs that a client has not read.
+    """
+    front = FrontEnd()
+    capture = {"memory": {"hooks": {"post_block": [1]}, "positions": "all", "stream": True}}
+    fields: dict[str, Any] = {"readouts": READOUTS, "steering": [add("all", live="calm")]}
+    queue, width = front.submit("many", n=2, capture=capture, **fields), width_of(**fields)
+
+    def both(name: str, start: int, count: int) -> tuple[EngineCoreOutput, ...]:
+        return rows([name], start, count, 8, b""), rows([name], start, count, width)
+
+    ended = EngineCoreOutput("0_many", [8], finish_reason=FinishReason.LENGTH)
+    front.step(*both("0_many", 0, 3), *both("1_many", 1, 2), ended, token("1_many", 8))
+    front.step(*both("1_many", 3, 1), token("1_many", 8))
+    outputs = {each.index: each for each in (await queue.get()).outputs}
+    found = {i: each.capture_rows["memory"]["post_block", 1].positions.tolist() for i, each in outputs.items()}
+    assert found == {0: [0, 1, 2], 1: [1, 2, 3]}
+    assert {i: each.readouts["mood"].positions.tolist() for i, each in outputs.items()} == found
+    assert outputs[0].steering_trace is not None and outputs[1].steering_trace is None
+
+
 @pytest.mark.parametrize("stops", [True, False])
 async def test_the_token_that_stops_has_rows(stops: bool) -> None:
     """Catches the captured row of a stop's token missing, and an edit of that token reported as without effect.
