@@ -25,7 +25,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ from benchmarks.peer_tasks import (
     transformer_lens_tasks,
     vllm_lens_tasks,
 )
-from benchmarks.shapes import environment
+from benchmarks.shapes import environment, package_version
 
 RUNS = 5
 OURS, REFERENCE = "vllm-steer", "HF Transformers"
@@ -90,13 +89,6 @@ def run_case(tasks: Tasks, reference: Tasks, earlier: Mapping[str, Any]) -> dict
             "largest_difference": round(float((compared - right).abs().max()), 6),
         }
     return found
-
-
-def package_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def main() -> None:

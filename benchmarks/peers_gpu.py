@@ -32,9 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.cost import Engine
-from benchmarks.peers import package_version
 from benchmarks.serve import save_model
-from benchmarks.shapes import SHAPES, environment
+from benchmarks.shapes import SHAPES, environment, package_version
 
 OURS, LENS, INTERP = "vllm-steer", "vllm-lens", "interp-engine"
 PLUGINS = {OURS: "steering", LENS: "activations"}

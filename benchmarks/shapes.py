@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,14 @@ def save_shape(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**_COMMON, **SHAPES[name]}))
     return folder
+
+
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def environment() -> dict[str, Any]:

@@ -408,6 +408,9 @@ def test_large_steered_steps_replay_pieces_with_all_taps(monkeypatch: pytest.Mon
     sets = CUDAGraphSetManager(tables, 3, POINTS, range(LAYERS), untapped, fewer_sizes=True)  # type: ignore[arg-type]
     manager: Any = Pieces(tables, [wrapper])
     manager.use_breakable_cg = breakable
+    sets.observe_profiling(manager)
+    # vLLM counts the sizes of the first set; the other has 2 of them and the larger ones.
+    assert sets.memory_of_all_sets(0) == (2 + (0 if breakable else 10)) * LAYERS * (96 << 10)
     sets.wrap_capture(manager, lambda: steered)
     manager.capture("model", has_lora=False)
     if breakable:
@@ -415,13 +418,16 @@ def test_large_steered_steps_replay_pieces_with_all_taps(monkeypatch: pytest.Mon
         return
     assert manager.hidden_states == 512
     for tokens, size in ((513, 544), (544, 544), (545, 576), (768, 768), (769, 832), (832, 832)):
-        # With edits, and with a program whose edits are at other positions.
-        for select in (lambda: sets.select(using(3), 1), sets.select_idle):
+        # With edits, with edits on other pipeline stages only, and with a program whose edits are at other positions.
+        for select in (lambda: sets.select(using(3), 1), lambda: sets.select(using(), 2), sets.select_idle):
             chosen = manager.dispatch(tokens)
             assert (chosen.num_tokens, chosen.cg_mode) == (size, CUDAGraphMode.PIECEWISE)
             select()
             assert launched_by(wrapper.entries[size]) == EVERY
             assert untapped.tapped
+            sets.restore_model()
+            sets.select_idle()  # a forward pass whose size vLLM does not choose
+            assert launched_by(wrapper.entries[8]) == set()
             sets.restore_model()
     assert manager.dispatch(897).cg_mode == CUDAGraphMode.NONE  # no step has more than 900 tokens
     manager.dispatch(600)

@@ -134,7 +134,7 @@ def read_stored(
 def _warn_of_outliers(lengths: Mapping[int, Sequence[Array]], streams: Mapping[int, float]) -> None:
     """Warn if the first row of most texts is so long that it dominates the mean of a text's rows."""
     firsts = {layer: float(np.median([each[0] for each in texts])) for layer, texts in lengths.items()}
-    if outliers := [layer for layer, first in firsts.items() if first > _OUTLIER * streams[layer]]:
+    if outliers := [layer for layer, first in firsts.items() if first > _OUTLIER * streams[layer] > 0]:
         layer = outliers[0]
         problem = f"the first row of most texts is {firsts[layer] / streams[layer]:.0f} times as long as the median row"
         advice = "if positions include the first token, omit positions to leave it out, or use the pool last"

@@ -99,7 +99,9 @@ def dose(
     """
     read = read_prompts(prompts, chat=chat)
     if len(read) < _LEAST_PROMPTS:
-        problem = f"has {len(read)} prompts; give at least {_LEAST_PROMPTS}, because half of them are held out"
+        problem = (
+            f"has the length {len(read)}; give at least {_LEAST_PROMPTS} prompts, because half of them are held out"
+        )
         raise SteeringError("prompts", problem)
     grid = tuple(sorted({read_number(each, f"doses[{i}]") for i, each in enumerate(doses)}))
     if not grid or grid[0] <= 0:

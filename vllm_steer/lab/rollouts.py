@@ -62,7 +62,7 @@ def rollouts(
             ``steering``.
 
     Raises:
-        SteeringError: The engine refuses the layer, the hook point or the steering, or there is no prompt.
+        SteeringError: The engine refuses the layer, the hook point or the steering, or ``prompts`` is empty.
         TypeError: `SamplingParams` has no such argument.
         ValueError: A prompt is too long.
         RuntimeError: Rows are missing.

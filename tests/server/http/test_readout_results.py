@@ -252,7 +252,7 @@ async def test_responses_route() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_trace_of_all_generated_tokens(stream: bool) -> None:
-    """Catches a trace without the tokens that a stream has sent, with those of the prompt, or of another column.
+    """Catches a trace that lacks tokens of earlier events, has tokens of the prompt, or reads another column.
 
     The factor of an edit at tokens that it does not cover has no effect there, and is 0.
     """
