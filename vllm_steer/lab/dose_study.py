@@ -99,9 +99,7 @@ def dose(
     """
     read = read_prompts(prompts, chat=chat)
     if len(read) < _LEAST_PROMPTS:
-        problem = (
-            f"has the length {len(read)}; give at least {_LEAST_PROMPTS} prompts, because half of them are held out"
-        )
+        problem = f"has the length {len(read)}; give at least {_LEAST_PROMPTS} prompts, half of which are held out"
         raise SteeringError("prompts", problem)
     grid = tuple(sorted({read_number(each, f"doses[{i}]") for i, each in enumerate(doses)}))
     if not grid or grid[0] <= 0:
