@@ -183,12 +183,13 @@ def test_edits_and_readouts_of_a_direction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pool", "first", "warned"), [("mean", 50.0, True), ("last", 50.0, False), ("mean", 2.0, False)]
+    ("pool", "first", "others", "warned"),
+    [("mean", 50.0, 1.0, True), ("last", 50.0, 1.0, False), ("mean", 2.0, 1.0, False), ("mean", 50.0, 0.0, False)],
 )
-def test_first_rows_that_dominate_a_mean_are_told(pool: Pool, first: float, warned: bool) -> None:
-    """Catches means of the first token's row alone, and a warning about rows that are not used."""
-    rows = np.ones((6, HIDDEN), np.float32)
-    rows[0] *= first
+def test_first_rows_that_dominate_a_mean_are_told(pool: Pool, first: float, others: float, warned: bool) -> None:
+    """Catches means of the first token's row alone, a warning about rows that are not used, and a division by zero."""
+    rows = np.full((6, HIDDEN), others, np.float32)
+    rows[0] = first
     texts: Any = [SimpleNamespace(numpy=lambda point, layer: rows)] * 4
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
