@@ -240,76 +240,53 @@ KEY_LIMITS: Mapping[str, ServerLimit] = MappingProxyType(
 )
 """Limits that an API key may have its own value of, by their names in the key file."""
 
-MAX_EDITS = 4096
+_format_limits: list[FormatLimit] = []
+
+
+def _most(name: str, value: int, help: str) -> int:
+    """Return ``value``, which becomes a row of `FORMAT_LIMITS`."""
+    _format_limits.append(FormatLimit(name, value, help))
+    return value
+
+
+MAX_EDITS = _most("edits", 4096, "edits in the fields of one request")
+MAX_LAYERS = _most("layers", 4096, "layers that can be named: 0 to 4095")
+MAX_WIDTH = _most("width", 65536, "components of a vector")
+MAX_SELECTOR_ITEMS = _most("selector items", 65536, "positions and [start, stop) pairs in one list")
+MAX_LISTED = _most("listed", 1 << 20, "positions, pairs and layers in all lists of one request together")
+MAX_NAMES = _most("names", 1024, "names that vLLM does not know in one object of a body, and in `vllm_xargs`")
+MAX_NAME_CHARS = _most("name characters", 65536, "characters of all these names together")
+MAX_REFERENCES = _most("modules", 64, "names in `steering_modules`")
+MAX_CONSUMERS = _most("consumers", 16, "consumers in `capture`")
+MAX_OPTIONS_CHARS = _most("options", 16384, "characters of JSON in the options of one consumer")
+MAX_OPTIONS_DEPTH = _most("options depth", 8, "levels of nesting in these options")
+MAX_JSON_VALUES = _most(
+    "JSON values", 1 << 19, "objects, lists and texts in a JSON file or in a body under `/v1/steering`"
+)
+MAX_DIRECTIONS = _most("directions", 1024, "directions or probes of one projection")
+MAX_DOSE = _most("dose", 1000, "median lengths of the stream that a dose may add, in either direction")
+MAX_COMPONENTS = _most("projection components", 1 << 22, "components of all directions of one projection")
+MAX_MATRIX_COMPONENTS = _most("matrix components", 1 << 25, "components of all rows of a matrix of `replace`")
+MAX_SUBSPACE = _most("subspace", 64, "directions in `subspace` of an edit")
+MAX_ENGINE_DIRECTIONS = _most(
+    "engine directions",
+    256,
+    "directions of a projection that the engine computes; larger projections are computed where the rows arrive",
+)
+MAX_READOUTS = _most("readouts", 256, "names in `readouts`")
+MAX_CONDITIONS = _most("conditions", 16, "conditions in `when` of one edit")
+MAX_STOPS = _most("stops", 16, "conditions in `stop_on`")
+MAX_STOP_TOKENS = _most("stop tokens", 1024, "`tokens` of a condition in `stop_on`")
+MAX_PROBE_WIDTH = _most("hidden units", 256, "hidden units of a probe")
+MAX_TOP_K = _most("top k", 64, "`top_k` of a readout `lens` or `sae`, and `tokens` of a `lens`")
+MAX_SAES = _most("autoencoders", 64, "sparse autoencoders of an engine")
+MAX_CONTROLLED = _most("controlled samples", 1024, "samples that a controller steers at one time, in one process")
+MAX_SAE_FEATURES = _most("features", 1 << 22, "features of a sparse autoencoder")
+MAX_STUDY_PAIRS = _most("study pairs", 16384, "`pairs` of a patching study")
+MAX_STUDY_POSITIONS = _most(
+    "study positions", 1 << 22, "positions of all columns and all pairs of a patching study together"
+)
+MAX_STRENGTHS_BYTES = _most("strengths", 65536, "bytes of a change of live strengths over HTTP")
 MAX_EXPRESSION_CHARS = 4096
 MAX_EXPRESSION_EDITS = 256
-MAX_LAYERS = 4096
-MAX_WIDTH = 65536
-MAX_SELECTOR_ITEMS = 65536
-MAX_LISTED = 1 << 20
-MAX_NAMES = 1024
-MAX_NAME_CHARS = 65536
-MAX_REFERENCES = 64
-MAX_CONSUMERS = 16
-MAX_OPTIONS_CHARS = 16384
-MAX_OPTIONS_DEPTH = 8
-MAX_JSON_VALUES = 1 << 19
-MAX_DIRECTIONS = 1024
-MAX_DOSE = 1000
-MAX_COMPONENTS = 1 << 22
-MAX_MATRIX_COMPONENTS = 1 << 25
-MAX_SUBSPACE = 64
-MAX_ENGINE_DIRECTIONS = 256
-MAX_READOUTS = 256
-MAX_CONDITIONS = 16
-MAX_STOPS = 16
-MAX_STOP_TOKENS = 1024
-MAX_STRENGTHS_BYTES = 65536
-MAX_TOP_K = 64
-MAX_PROBE_WIDTH = 256
-MAX_SAES = 64
-MAX_CONTROLLED = 1024
-MAX_SAE_FEATURES = 1 << 22
-MAX_STUDY_PAIRS = 16384
-MAX_STUDY_POSITIONS = 1 << 22
-
-FORMAT_LIMITS: tuple[FormatLimit, ...] = (
-    FormatLimit("edits", MAX_EDITS, "edits in the fields of one request"),
-    FormatLimit("layers", MAX_LAYERS, "layers that can be named: 0 to 4095"),
-    FormatLimit("width", MAX_WIDTH, "components of a vector"),
-    FormatLimit("selector items", MAX_SELECTOR_ITEMS, "positions and [start, stop) pairs in one list"),
-    FormatLimit("listed", MAX_LISTED, "positions, pairs and layers in all lists of one request together"),
-    FormatLimit("names", MAX_NAMES, "names that vLLM does not know in one object of a body, and in `vllm_xargs`"),
-    FormatLimit("name characters", MAX_NAME_CHARS, "characters of all these names together"),
-    FormatLimit("modules", MAX_REFERENCES, "names in `steering_modules`"),
-    FormatLimit("consumers", MAX_CONSUMERS, "consumers in `capture`"),
-    FormatLimit("options", MAX_OPTIONS_CHARS, "characters of JSON in the options of one consumer"),
-    FormatLimit("options depth", MAX_OPTIONS_DEPTH, "levels of nesting in these options"),
-    FormatLimit(
-        "JSON values", MAX_JSON_VALUES, "objects, lists and texts in a JSON file or in a body under `/v1/steering`"
-    ),
-    FormatLimit("directions", MAX_DIRECTIONS, "directions or probes of one projection"),
-    FormatLimit("dose", MAX_DOSE, "median lengths of the stream that a dose may add, in either direction"),
-    FormatLimit("projection components", MAX_COMPONENTS, "components of all directions of one projection"),
-    FormatLimit("matrix components", MAX_MATRIX_COMPONENTS, "components of all rows of a matrix of `replace`"),
-    FormatLimit("subspace", MAX_SUBSPACE, "directions in `subspace` of an edit"),
-    FormatLimit(
-        "engine directions",
-        MAX_ENGINE_DIRECTIONS,
-        "directions of a projection that the engine computes; larger projections are computed where the rows arrive",
-    ),
-    FormatLimit("readouts", MAX_READOUTS, "names in `readouts`"),
-    FormatLimit("conditions", MAX_CONDITIONS, "conditions in `when` of one edit"),
-    FormatLimit("stops", MAX_STOPS, "conditions in `stop_on`"),
-    FormatLimit("stop tokens", MAX_STOP_TOKENS, "`tokens` of a condition in `stop_on`"),
-    FormatLimit("hidden units", MAX_PROBE_WIDTH, "hidden units of a probe"),
-    FormatLimit("top k", MAX_TOP_K, "`top_k` of a readout `lens` or `sae`, and `tokens` of a `lens`"),
-    FormatLimit("autoencoders", MAX_SAES, "sparse autoencoders of an engine"),
-    FormatLimit("controlled samples", MAX_CONTROLLED, "samples that a controller steers at one time, in one process"),
-    FormatLimit("features", MAX_SAE_FEATURES, "features of a sparse autoencoder"),
-    FormatLimit("study pairs", MAX_STUDY_PAIRS, "`pairs` of a patching study"),
-    FormatLimit(
-        "study positions", MAX_STUDY_POSITIONS, "positions of all columns and all pairs of a patching study together"
-    ),
-    FormatLimit("strengths", MAX_STRENGTHS_BYTES, "bytes of a change of live strengths over HTTP"),
-)
+FORMAT_LIMITS = tuple(_format_limits)

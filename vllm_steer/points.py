@@ -41,93 +41,72 @@ class Point:
         return self.name in OPTIONAL_POINTS
 
 
-POINTS: Mapping[PointName, Point] = MappingProxyType(
-    {
-        point.name: point
-        for point in (
-            Point(
-                name="pre_attn",
-                index=0,
-                identity="x_in(i)",
-                seen_by="the attention of block i and everything after it",
-                aliases=MappingProxyType(
-                    {
-                        "TransformerLens": "blocks.{i}.hook_resid_pre",
-                        "HF Transformers": "hidden_states[i]",
-                        "nnsight": "model.model.layers[i].input",
-                    }
-                ),
-            ),
-            Point(
-                name="attn_out",
-                index=1,
-                identity="a(i) = x_mid(i) - x_in(i)",
-                seen_by="as for post_attn; in parallel blocks, everything except the MLP of block i",
-                aliases=MappingProxyType(
-                    {
-                        "TransformerLens": "blocks.{i}.hook_attn_out",
-                        "HF Transformers": "the output of attention in block i, or of the norm after it",
-                        "nnsight": "model.model.layers[i].self_attn.output[0] (Llama's names)",
-                    }
-                ),
-            ),
-            Point(
-                name="post_attn",
-                index=2,
-                identity="x_mid(i) = x_in(i) + a(i)",
-                seen_by="the MLP of block i and everything after it",
-                aliases=MappingProxyType(
-                    {
-                        "TransformerLens": "blocks.{i}.hook_resid_mid",
-                        "HF Transformers": "the input of the norm before the MLP of block i",
-                        "nnsight": "model.model.layers[i].post_attention_layernorm.input (Llama's names)",
-                    }
-                ),
-            ),
-            Point(
-                name="mlp_in",
-                index=3,
-                identity="norm(x_mid(i)), including the norm's weight",
-                seen_by="the MLP of block i and, only through it, everything after it",
-                aliases=MappingProxyType(
-                    {
-                        "TransformerLens": "blocks.{i}.ln2.hook_normalized, times the norm's weight if that is "
-                        "folded or applied later; not hook_mlp_in, which is x_mid(i)",
-                        "HF Transformers": "the output of the norm before the MLP of block i",
-                        "nnsight": "model.model.layers[i].mlp.input (Llama's names)",
-                    }
-                ),
-            ),
-            Point(
-                name="mlp_out",
-                index=4,
-                identity="m(i) = x_out(i) - x_mid(i)",
-                seen_by="as for post_block",
-                aliases=MappingProxyType(
-                    {
-                        "TransformerLens": "blocks.{i}.hook_mlp_out",
-                        "HF Transformers": "the output of the MLP in block i, or of the norm after it",
-                        "nnsight": "model.model.layers[i].mlp.output (Llama's names)",
-                    }
-                ),
-            ),
-            Point(
-                name="post_block",
-                index=5,
-                identity="x_out(i) = x_in(i + 1)",
-                seen_by="block i + 1 and everything after it",
-                aliases=MappingProxyType(
-                    {
-                        "TransformerLens": "blocks.{i}.hook_resid_post",
-                        "HF Transformers": "hidden_states[i + 1], except the last, which is after the final norm",
-                        "nnsight": "model.model.layers[i].output (its first element if it is a tuple)",
-                    }
-                ),
-            ),
-        )
-    }
-)
+def _point(
+    name: PointName, index: int, identity: str, seen_by: str, transformer_lens: str, transformers: str, nnsight: str
+) -> Point:
+    """Return a row of `POINTS`, with the names of three other libraries."""
+    aliases = {"TransformerLens": transformer_lens, "HF Transformers": transformers, "nnsight": nnsight}
+    return Point(name, index, identity, seen_by, MappingProxyType(aliases))
 
+
+_POINTS = (
+    _point(
+        "pre_attn",
+        0,
+        "x_in(i)",
+        "the attention of block i and everything after it",
+        "blocks.{i}.hook_resid_pre",
+        "hidden_states[i]",
+        "model.model.layers[i].input",
+    ),
+    _point(
+        "attn_out",
+        1,
+        "a(i) = x_mid(i) - x_in(i)",
+        "as for post_attn; in parallel blocks, everything except the MLP of block i",
+        "blocks.{i}.hook_attn_out",
+        "the output of attention in block i, or of the norm after it",
+        "model.model.layers[i].self_attn.output[0] (Llama's names)",
+    ),
+    _point(
+        "post_attn",
+        2,
+        "x_mid(i) = x_in(i) + a(i)",
+        "the MLP of block i and everything after it",
+        "blocks.{i}.hook_resid_mid",
+        "the input of the norm before the MLP of block i",
+        "model.model.layers[i].post_attention_layernorm.input (Llama's names)",
+    ),
+    _point(
+        "mlp_in",
+        3,
+        "norm(x_mid(i)), including the norm's weight",
+        "the MLP of block i and, only through it, everything after it",
+        "blocks.{i}.ln2.hook_normalized, times the norm's weight if that is folded or applied later; not hook_mlp_in, "
+        "which is x_mid(i)",
+        "the output of the norm before the MLP of block i",
+        "model.model.layers[i].mlp.input (Llama's names)",
+    ),
+    _point(
+        "mlp_out",
+        4,
+        "m(i) = x_out(i) - x_mid(i)",
+        "as for post_block",
+        "blocks.{i}.hook_mlp_out",
+        "the output of the MLP in block i, or of the norm after it",
+        "model.model.layers[i].mlp.output (Llama's names)",
+    ),
+    _point(
+        "post_block",
+        5,
+        "x_out(i) = x_in(i + 1)",
+        "block i + 1 and everything after it",
+        "blocks.{i}.hook_resid_post",
+        "hidden_states[i + 1], except the last, which is after the final norm",
+        "model.model.layers[i].output (its first element if it is a tuple)",
+    ),
+)
+POINTS: Mapping[PointName, Point] = MappingProxyType({point.name: point for point in _POINTS})
 POINT_NAMES: tuple[PointName, ...] = tuple(POINTS)
 """All points, in order of computation. A site is numbered ``layer * len(POINT_NAMES) + index`` in programs and rows,
 independently of the points that an engine was started with."""
