@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from vllm_steer.capture.consumers import read_consumers
 from vllm_steer.compat.internals import AsyncLLM as VllmAsyncLLM
@@ -23,10 +23,8 @@ from vllm_steer.frontend.context import (
 from vllm_steer.frontend.controllers import read_controller
 from vllm_steer.frontend.live import LivePosition, samples_of, set_strength
 from vllm_steer.registry.registry import SteeringRegistry
-from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
-from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.request.references import Reference
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -118,19 +116,20 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
         """
         return await set_strength(self, request_id, samples_of(self.output_processor, request_id), strengths)
 
-    def keep_modules(self, folder: str | Path | None = None, modules: Mapping[str, str | Path] | None = None) -> None:
-        """Set where modules are stored. Deprecated: use the arguments of `from_engine_args`.
 
-        Args:
-            folder: The argument ``steering_registry``.
-            modules: The argument ``steering_modules``.
-        """
-        warnings.warn(
-            "AsyncLLM.keep_modules is deprecated; use steering_registry and steering_modules of from_engine_args",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        set_registry(self, RegistryOptions.of(folder, modules))
+def _in_thread(
+    method: Callable[Concatenate[SteeringRegistry, P], T],
+) -> Callable[Concatenate[AsyncSteering, P], Coroutine[Any, Any, T]]:
+    """Return the coroutine that runs a method of `SteeringRegistry` in a thread."""
+
+    @wraps(method)
+    async def run(self: AsyncSteering, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        context = await ensure_engine_context(self._engine)
+        if context is None:
+            raise SteeringError("steering", NOT_ENABLED)
+        return await asyncio.to_thread(method, context.registry, *args, **kwargs)
+
+    return run
 
 
 class AsyncSteering:
@@ -139,44 +138,12 @@ class AsyncSteering:
     def __init__(self, engine: VllmAsyncLLM) -> None:
         self._engine = engine
 
-    async def register(self, name: str, **content: Any) -> ModuleInfo:
-        """Run ``SteeringRegistry.register``."""
-        return await self._call(lambda registry: registry.register(name, **content))
-
-    async def register_file(self, name: str, source: str | Path | bytes) -> ModuleInfo:
-        """Run ``SteeringRegistry.register_file``."""
-        return await self._call(lambda registry: registry.register_file(name, source))
-
-    async def list(self) -> ModuleList:
-        """Run ``SteeringRegistry.list``."""
-        return await self._call(lambda registry: registry.list())
-
-    async def get(self, reference: str | Reference, *, data: bool = False) -> ModuleInfo:
-        """Run ``SteeringRegistry.get``."""
-        return await self._call(lambda registry: registry.get(reference, data=data))
-
-    async def delete(self, reference: str | Reference) -> Deleted:
-        """Run ``SteeringRegistry.delete``."""
-        return await self._call(lambda registry: registry.delete(reference))
-
-    async def set(self, **change: Any) -> GlobalSteering:
-        """Run ``SteeringRegistry.set``."""
-        return await self._call(lambda registry: registry.set(**change))
-
-    async def clear(self) -> GlobalSteering:
-        """Run ``SteeringRegistry.clear``."""
-        return await self._call(lambda registry: registry.clear())
-
-    async def status(self, *, data: bool = False) -> GlobalSteering:
-        """Run ``SteeringRegistry.status``."""
-        return await self._call(lambda registry: registry.status(data=data))
-
-    async def snapshot(self) -> Snapshot:
-        """Run ``SteeringRegistry.snapshot``."""
-        return await self._call(lambda registry: registry.snapshot())
-
-    async def _call(self, method: Callable[[SteeringRegistry], T]) -> T:
-        context = await ensure_engine_context(self._engine)
-        if context is None:
-            raise SteeringError("steering", NOT_ENABLED)
-        return await asyncio.to_thread(method, context.registry)
+    register = _in_thread(SteeringRegistry.register)
+    register_file = _in_thread(SteeringRegistry.register_file)
+    list = _in_thread(SteeringRegistry.list)
+    get = _in_thread(SteeringRegistry.get)
+    delete = _in_thread(SteeringRegistry.delete)
+    set = _in_thread(SteeringRegistry.set)
+    clear = _in_thread(SteeringRegistry.clear)
+    status = _in_thread(SteeringRegistry.status)
+    snapshot = _in_thread(SteeringRegistry.snapshot)
