@@ -15,8 +15,7 @@ import msgspec
 from pages import RESULTS, load_result, table
 
 from vllm_steer.models.proofs import Proof
-from vllm_steer.models.recipes import RECIPES
-from vllm_steer.models.unsupported import UNSUPPORTED, UNSUPPORTED_ARCHITECTURES
+from vllm_steer.models.recipes import RECIPES, UNSUPPORTED
 
 BACKEND_LAYERS = {
     "Emu3ForConditionalGeneration": "Emu3DecoderLayer",
@@ -24,6 +23,14 @@ BACKEND_LAYERS = {
     "VibeVoiceAsrForConditionalGeneration": "Qwen2DecoderLayer",
 }
 """Layers of multimodal models that vLLM runs on its Transformers backend, whose source does not name them."""
+UNSUPPORTED_ARCHITECTURES: Mapping[str, str] = {
+    "DiffusionGemmaForBlockDiffusion": "it is a diffusion language model: its tokens are not generated in order",
+    "NanbeigeForCausalLM": (
+        "vLLM runs it with Transformers, which has no class of it, so its layers are remote code that comes with each "
+        "checkpoint; no proof of one checkpoint's code holds for another's"
+    ),
+}
+"""Architectures that are refused although classes of layers that they name have a recipe, or name none."""
 Row = Mapping[str, Any]
 
 PROVEN, WRAPPED, REFUSAL, NO_DECODER = "proven", "by its language model", "refused", "no decoder"

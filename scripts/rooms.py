@@ -50,5 +50,5 @@ ROOMS: Final = (
     _room("points log fs limits", "hook points, log, files, default limits"),
     _room("compat", "all uses of vLLM's internals (*seams*), wraps, checks of version and settings"),
     _room("lazy", "imports at first use"),
-    _room("_version errors extras", "version, errors, optional packages"),
+    _room("_version errors", "version, errors, optional packages"),
 )

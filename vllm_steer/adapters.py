@@ -7,7 +7,7 @@ parts of an adapter: ``LLM.capabilities``, the functions of ``vllm_steer.client`
 ``vllm_steer.server.extension``.
 """
 
-from vllm_steer.extras import install_hint
+from vllm_steer.errors import install_hint
 from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
 from vllm_steer.lazy import imported_on_use
 from vllm_steer.limits import MAX_EDITS

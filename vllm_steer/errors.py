@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions raised for invalid steering and capture requests, and for an unsuitable vLLM."""
+"""Exceptions raised for invalid requests and an unsuitable vLLM, and the remedy for a package that is missing."""
+
+from __future__ import annotations
+
+from typing import Literal
 
 
 class SteeringError(ValueError):
@@ -42,3 +46,17 @@ class IncompatibleError(ValueError):
         ... except IncompatibleError as error:
         ...     print(error)
     """
+
+
+Extra = Literal["cuda", "cpu", "database", "patching", "lab", "ray", "vllm-lens", "gguf"]
+"""Extras in ``pyproject.toml`` that messages name."""
+
+
+def install_hint(extra: Extra, alternative: str = "") -> str:
+    """Return how to install an extra. Releases are on no package index, so the command needs the checkout.
+
+    Args:
+        extra: The extra.
+        alternative: Another command in the same place, with punctuation around it.
+    """
+    return f'run `pip install ".[{extra}]"`{alternative} in the root of the vllm-steer checkout'

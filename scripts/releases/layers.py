@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from vllm_steer.compat.sources import Function, SourceTree
 from vllm_steer.compat.syntax import digest_of_trees, names_on_self, normalised_nodes
 from vllm_steer.models.digests import proven_digests
-from vllm_steer.models.recipes import RECIPES
-from vllm_steer.models.unsupported import UNSUPPORTED
+from vllm_steer.models.recipes import RECIPES, UNSUPPORTED
 
 MODEL_CODE = ("vllm.model_executor.models", "vllm.models")
 _SUFFIX = "DecoderLayer"

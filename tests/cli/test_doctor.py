@@ -22,7 +22,7 @@ from tests.tiny import HIDDEN, LAYERS, make_llm, save_tiny_llama
 from tests.warm import RUN_MODULE, run_warm
 from vllm_steer import SteeringConfig
 from vllm_steer.cli import doctor as command
-from vllm_steer.cli.doctor_output import print_report
+from vllm_steer.cli.doctor import print_report
 from vllm_steer.cli.main import app
 from vllm_steer.compat.version import CONFLICTS, OVERRIDE, VersionCheck
 from vllm_steer.engine.report import CapabilityReport, make_report

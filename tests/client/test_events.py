@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from vllm_steer import AsyncClient, Client
-from vllm_steer.client import events as module
+from vllm_steer.client import endpoints as module
 
 # Characters at which str.splitlines ends a line and server-sent events do not: unescaped in JSON (and one character of
 # four bytes), and escaped.

@@ -17,8 +17,7 @@ from typing import Final
 
 import vllm
 
-from vllm_steer.models.recipes import RECIPES
-from vllm_steer.models.unsupported import UNSUPPORTED
+from vllm_steer.models.recipes import RECIPES, UNSUPPORTED
 
 MODEL_CODE: Final = ("vllm.model_executor.models", "vllm.models")
 # Towers, modules that every model imports, and code of other platforms.

@@ -16,7 +16,7 @@ from tests.engine.record_cases import GENERATED, PROMPTS, add, check_all, expect
 from tests.engine.record_reference import Expected, Reference
 from tests.tiny import HIDDEN
 from vllm_steer import SteeringError
-from vllm_steer.request.hidden_layer import ACTIVATIONS
+from vllm_steer.request.probe import ACTIVATIONS
 from vllm_steer.taps import mlp
 
 

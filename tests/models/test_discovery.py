@@ -20,8 +20,7 @@ from vllm_steer.models.discovery import (
     run_count,
 )
 from vllm_steer.models.install import install_taps
-from vllm_steer.models.recipes import RECIPES
-from vllm_steer.models.unsupported import UNSUPPORTED
+from vllm_steer.models.recipes import RECIPES, UNSUPPORTED
 
 LAYERS = 3
 LLAMA = "vllm.model_executor.models.llama.LlamaDecoderLayer"

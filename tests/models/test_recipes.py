@@ -21,9 +21,7 @@ from tests.conformance.inventory import ROOT, inventory
 from tests.conformance.no_reference import NO_REFERENCE
 from tests.conformance.zoo import ZOO
 from vllm_steer.models.recipe import PARALLEL, SUMMAND, Recipe
-from vllm_steer.models.recipes import PROVEN, RECIPES
-from vllm_steer.models.transformers_recipes import TRANSFORMERS_RECIPES
-from vllm_steer.models.unsupported import UNSUPPORTED
+from vllm_steer.models.recipes import PROVEN, RECIPES, TRANSFORMERS_RECIPES, UNSUPPORTED
 from vllm_steer.models.vllm_recipes import MODULES, VLLM_RECIPES
 from vllm_steer.points import BRANCH_OUTPUTS, OPTIONAL_POINTS
 

@@ -18,7 +18,7 @@ import pytest
 from tests.registry.modules import content, module, registry, vector
 from tests.repo.tree import ROOT
 from vllm_steer.errors import SteeringError
-from vllm_steer.fs.private_tempdir import private_tempdir
+from vllm_steer.fs.shared_tempdir import private_tempdir
 from vllm_steer.registry import directory
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.errors import RegistryUnavailableError
@@ -124,7 +124,7 @@ def test_rejects_directory_writable_by_others(root: Path) -> None:
 def test_private_tempdir_is_removed_at_exit() -> None:
     """Catches leftover directories, and a child process that removes the directory of its parent."""
     code = (
-        "import os, sys; from vllm_steer.fs.private_tempdir import private_tempdir\n"
+        "import os, sys; from vllm_steer.fs.shared_tempdir import private_tempdir\n"
         "folder = private_tempdir('steer-')\n"
         "if os.fork() == 0: sys.exit(0)\n"
         "os.wait(); print(folder, oct(os.stat(folder).st_mode & 0o777))"

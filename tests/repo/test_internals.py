@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[2] / "vllm_steer"
 PUBLIC = frozenset({"__version__"})
 """Names that any module may import from ``vllm`` itself."""
 MODULE_NAME = re.compile(r"vllm\.[a-z0-9_]+[\w.:]*")
-NAMING = ("compat/", "models/vllm_recipes.py", "models/unsupported.py")
+NAMING = ("compat/", "models/vllm_recipes.py", "models/recipes.py")
 """Modules whose tables name places in vLLM as text."""
 LOGGER = "vllm.steering.audit"
 

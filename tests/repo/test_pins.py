@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from tests.repo.tree import python_files, read
 from vllm_steer.compat.version import TESTED, is_tested
-from vllm_steer.extras import Extra, install_hint
+from vllm_steer.errors import Extra, install_hint
 
 LANES = ("cpu", "cuda", "dev", "dist", "docs")
 # vLLM's two builds need different versions of these, since the newest CPU build is of an earlier version.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.request import strict_json
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.request import scalars
+from vllm_steer.request.scalars import parse_json
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_finds_duplicate_key_in_linear_time() -> None:
     pairs: list[tuple[str, Any]] = [(key, 0) for key in (*keys, CountedKey("twice"), CountedKey("twice"))]
     CountedKey.compared = 0
     with pytest.raises(ValueError, match="duplicate key 'twice'"):
-        strict_json._object(pairs)
+        scalars._object(pairs)
     assert CountedKey.compared < 4 * len(pairs)
 
 

@@ -132,7 +132,7 @@ def test_json_is_parsed_once_and_counted_first(monkeypatch: pytest.MonkeyPatch) 
         parsed.clear()
         read_vector_file(data)
         assert len(parsed) == 1
-    monkeypatch.setattr("vllm_steer.request.strict_json.MAX_JSON_VALUES", 11)
+    monkeypatch.setattr("vllm_steer.request.scalars.MAX_JSON_VALUES", 11)
     parsed.clear()
     keys = b",".join(b'"%d":0' % n for n in range(11))
     for many in (b'{"a":[' + b"[]," * 8 + b"[]]}", b"{%b}" % keys, b'{"a":["","","","","","","","","",""]}'):

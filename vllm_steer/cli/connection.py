@@ -60,7 +60,7 @@ def parse_modules(words: list[str] | None, default: float | None = 1.0) -> list[
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ``SteeringError`` for anything else, including duplicate keys."""
-    from vllm_steer.request.strict_json import parse_json
+    from vllm_steer.request.scalars import parse_json
 
     body = parse_json(path.read_bytes(), str(path))
     if not isinstance(body, dict):

@@ -46,7 +46,7 @@ def explain(
     from vllm_steer.request.edit_fields import FIELD_NAMES, parse_fields_with_paths
     from vllm_steer.request.readout import READOUTS_FIELD
     from vllm_steer.request.references import MODULES_FIELD
-    from vllm_steer.request.strict_json import parse_json
+    from vllm_steer.request.scalars import parse_json
     from vllm_steer.request.unknown_fields import problem_of
     from vllm_steer.server.http.request_context import RequestContext
     from vllm_steer.server.http.row_sources import with_rows

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_steer.cli import captures, chat, keys, lab, modules, probe, steering
-from vllm_steer.cli.convert import convert
+from vllm_steer.cli import captures, chat, keys, lab, modules, probe
 from vllm_steer.cli.engine import ENGINE_CONTEXT
 from vllm_steer.cli.explain import explain
 from vllm_steer.cli.fuzz import fuzz
@@ -21,7 +20,7 @@ from vllm_steer.limits import ENGINE_LIMITS
 
 app = group("Activation steering and capture for vLLM.")
 app.add_typer(captures.app, name="captures")
-app.command()(convert)
+app.command()(modules.convert)
 app.command()(explain)
 app.command()(fuzz)
 app.command(context_settings=ENGINE_CONTEXT)(patch)
@@ -31,8 +30,8 @@ app.command(context_settings=ENGINE_CONTEXT)(lab.harvest)
 app.add_typer(probe.app, name="probe")
 app.add_typer(modules.app, name="modules")
 app.add_typer(keys.app, name="keys")
-app.command(name="set")(steering.set_steering)
-app.command()(steering.status)
+app.command(name="set")(modules.set_steering)
+app.command()(modules.status)
 app.command()(chat.chat)
 
 
@@ -43,7 +42,7 @@ app.command()(chat.chat)
 )
 def serve(context: typer.Context) -> None:
     """Serve a model with steering; takes the arguments of vllm serve."""
-    from vllm_steer.cli.serve import run
+    from vllm_steer.cli.engine import run
 
     run(context.args)
 

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer modules``: list, show, add, export and delete named modules of a server."""
+"""Commands for modules, ``vllm-steer modules`` and ``convert``, and for global steering, ``set`` and ``status``."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, Url, connect
-from vllm_steer.cli.output import check_output, group, print_table, printable
+from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, Modules, Url, connect, parse_modules, read_json_object
+from vllm_steer.cli.output import check_output, failing_on, group, print_table, printable
 from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
-    from vllm_steer.registry.schema import Content, ModuleInfo
+    from vllm_steer.registry.schema import Content, GlobalSteering, ModuleInfo
+
 
 app = group("List, show, add, export and delete named modules of a server.")
 
@@ -126,3 +127,84 @@ def _table_row(module: ModuleInfo) -> tuple[object, ...]:
     size = f"{module.content.num_bytes / 1024:.1f}" if module.problem is None else "damaged"
     digest, model = module.digest[:19], module.model or ""
     return (module.name, digest, len(module.versions), registered, size, model, module.description)
+
+
+Body = Annotated[Path | None, typer.Option("--file", help="Body of POST /v1/steering/set, in JSON.")]
+Doses = Annotated[
+    list[str] | None,
+    typer.Option("--dose", metavar="MODULE=DOSE", help="Module and its dose, after the others; repeatable."),
+]
+Replace = Annotated[bool, typer.Option("--replace", help="Clear everything that is not given.")]
+Clear = Annotated[bool, typer.Option("--clear", help="Clear everything.")]
+
+
+def set_steering(
+    modules: Modules = None,
+    dose: Doses = None,
+    file: Body = None,
+    replace: Replace = False,
+    clear: Clear = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Steer every request that the server admits from now on."""
+    references: list[Any] = [*parse_modules(modules)]
+    references += [{"module": name, "dose": number} for name, number in parse_modules(dose, default=None)]
+    if clear and (references or file is not None or replace):
+        raise typer.BadParameter("--clear cannot be combined with other arguments")
+    with connect(url, api_key) as client:
+        if clear:
+            _print_steering(client.clear())
+            return
+        body = {} if file is None else read_json_object(file)
+        for key, given in {"modules": references, "replace": replace}.items():
+            if given and body.get(key) not in (None, given):
+                raise SteeringError(key, f"differs between {file} and the command line; give it once")
+            if given:
+                body[key] = given
+        _print_steering(client.set(**body))
+
+
+def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Show a server's model, modules, the lengths of the stream that they tell, and global steering."""
+    with connect(url, api_key) as client:
+        typer.echo(f"model: {client.model}")
+        modules = client.list().data
+        typer.echo(f"modules: {', '.join(module.name for module in modules) or 'none'}")
+        if told := [(each.point, each.layer, f"{each.length:.4g}", of.name) for of in modules for each in of.streams]:
+            print_table(("point", "layer", "length of the stream", "told by"), sorted(told))
+        _print_steering(client.status())
+
+
+def _print_steering(steering: GlobalSteering) -> None:
+    typer.echo(f"epoch: {steering.epoch}")
+    typer.echo(f"global steering: {steering.digest or 'none'}")
+    if steering.modules:
+        amounts = [(f"{use.scale:g}", "") if use.dose is None else ("", f"{use.dose:g}") for use in steering.modules]
+        lines = ((use.name or "", use.digest[:19], *amounts[i]) for i, use in enumerate(steering.modules))
+        print_table(("module", "digest", "scale", "dose"), lines)
+    print_content(steering.content)
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="A vector file of any tool, or a module's file.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors or .gguf file to write.")],
+    form: Annotated[
+        str | None, typer.Option("--format", help="Format, if the file can mean several things: repeated in errors.")
+    ] = None,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(help="Layer of the file's only vector, or one of its layers to take; repeatable. From 0."),
+    ] = None,
+    point: Annotated[str | None, typer.Option(help="Hook point, if it is not in the file.")] = None,
+) -> None:
+    """Convert a vector file. The guide "Vector files" has the formats and the meaning of their layer numbers."""
+    from vllm_steer.registry.vector_files import read_vector_file, write_vector_file
+    from vllm_steer.vectors import Choice
+
+    check_output(out)
+    with failing_on(SteeringError, OSError):
+        module, metadata = read_vector_file(source, Choice(form, tuple(layer or ()), point), out)
+        write_vector_file(out, module, metadata)
+    sites = ", ".join(f"{edit.point} of layer {edit.layers[0]}" for edit in module.base)
+    typer.echo(f"{out}: {sites or 'a module'}, width {module.width}, {module.digest}")

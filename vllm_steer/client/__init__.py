@@ -7,7 +7,7 @@ OpenAI's client works as well, with steering and capture fields in ``extra_body`
 
 from vllm_steer.client.async_client import AsyncClient
 from vllm_steer.client.encoding import to_json
-from vllm_steer.client.endpoints import auth_headers
+from vllm_steer.client.endpoints import Retry, auth_headers
 from vllm_steer.client.responses import (
     CaptureAnswer,
     Choice,
@@ -21,7 +21,6 @@ from vllm_steer.client.responses import (
     parse_error,
     read_capture_file,
 )
-from vllm_steer.client.retry import Retry
 from vllm_steer.client.sync_client import Client
 
 __all__ = [

@@ -15,6 +15,8 @@ import httpx
 from vllm_steer.client.endpoints import (
     CHAT,
     Endpoint,
+    Retry,
+    aiter_events,
     auth_headers,
     check_url,
     generation,
@@ -22,9 +24,7 @@ from vllm_steer.client.endpoints import (
     streamed_study,
     study_result,
 )
-from vllm_steer.client.events import aiter_events
 from vllm_steer.client.responses import Piece, parse_error, parse_piece
-from vllm_steer.client.retry import Retry
 from vllm_steer.client.sync_client import Client
 
 if TYPE_CHECKING:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of the clients as values, and the parts that several of them share."""
+"""Requests of the clients as values, the parts that several of them share, their retries, and the events of streams."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+import json
+import random
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
@@ -18,6 +21,7 @@ from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, M
 
 if TYPE_CHECKING:
     from vllm_steer.patching import PatchingResult
+
 
 T = TypeVar("T")
 S = TypeVar("S", Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList)
@@ -128,3 +132,87 @@ def _parse_first_model(response: httpx.Response) -> str:
         return str(response.json()["data"][0]["id"])
     except (LookupError, TypeError):
         raise ValueError("the server's list of models has an unexpected form") from None
+
+
+_LINE_END = re.compile(rb"[\r\n]+")
+_DATA = b"data: "
+
+
+def iter_events(stream: Iterator[bytes]) -> Iterator[Mapping[str, Any]]:
+    """Parse the JSON objects of a stream, each on a single ``data:`` line."""
+    parser = _EventParser()
+    for chunk in stream:
+        yield from parser.feed(chunk)
+    yield from parser.feed(b"\n")
+
+
+async def aiter_events(stream: AsyncIterator[bytes]) -> AsyncIterator[Mapping[str, Any]]:
+    """Parse an asynchronous stream as :func:`iter_events` does."""
+    parser = _EventParser()
+    async for chunk in stream:
+        for event in parser.feed(chunk):
+            yield event
+    for event in parser.feed(b"\n"):
+        yield event
+
+
+class _EventParser:
+    """Incremental parser of chunks with arbitrary boundaries.
+
+    httpx's ``iter_lines`` splits lines as ``str.splitlines`` does, also at characters such as U+2028 that JSON strings
+    may contain. Lines of server-sent events end at CR, LF or CRLF only.
+    """
+
+    def __init__(self) -> None:
+        self._line: list[bytes] = []  # parts of the unfinished line
+
+    def feed(self, chunk: bytes) -> Iterator[Mapping[str, Any]]:
+        """Yield the objects on the lines that end in ``chunk``."""
+        first, *rest = _LINE_END.split(chunk)
+        self._line.append(first)
+        for start in rest:
+            line = b"".join(self._line)
+            self._line = [start]
+            if line.startswith(_DATA + b"{"):
+                yield json.loads(line[len(_DATA) :].decode("utf-8", "replace"))
+
+
+_RETRY_STATUSES = (429, 503)  # the server has not processed the request
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
+_MAX_RETRY_AFTER = 60.0
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Exponential backoff with jitter.
+
+    The delay doubles from ``first`` up to ``longest`` seconds and is reduced by up to half at random. A longer
+    ``Retry-After`` of the server is respected up to 60 seconds.
+    """
+
+    attempts: int = 5
+    """Most attempts per request."""
+    first: float = 0.25
+    """First delay in seconds."""
+    longest: float = 8.0
+    """Longest delay in seconds."""
+
+    def delay(self, attempt: int, outcome: httpx.Response | httpx.TransportError, idempotent: bool) -> float | None:
+        """Return the seconds to wait before the next attempt, or None if the outcome is final.
+
+        Args:
+            attempt: Number of attempts so far.
+            outcome: Error response or connection error of the last attempt.
+            idempotent: Whether a request that may have reached the server can be sent again.
+        """
+        if attempt >= self.attempts:
+            return None
+        delay: float = min(self.first * 2 ** (attempt - 1), self.longest) * random.uniform(0.5, 1.0)
+        if isinstance(outcome, httpx.TransportError):
+            return delay if idempotent or isinstance(outcome, _NOT_SENT) else None
+        if outcome.status_code not in _RETRY_STATUSES:
+            return None
+        retry_after = outcome.headers.get("retry-after", "")
+        if retry_after.isascii() and retry_after.isdecimal():
+            delay = max(delay, min(float(retry_after), _MAX_RETRY_AFTER))
+        return delay

@@ -18,18 +18,19 @@ from vllm_steer.client.endpoints import (
     CHAT,
     ROOT,
     Endpoint,
+    Retry,
     answer_of,
     auth_headers,
     check_url,
     data_param,
     generation,
+    iter_events,
     module_path,
     served_model,
     streamed_study,
     study_result,
     without_none,
 )
-from vllm_steer.client.events import iter_events
 from vllm_steer.client.responses import (
     CaptureAnswer,
     Completion,
@@ -39,7 +40,6 @@ from vllm_steer.client.responses import (
     parse_piece,
     read_capture_file,
 )
-from vllm_steer.client.retry import Retry
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
 

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from vllm_steer.compat.seams import SEAMS, Kind, Seam
 from vllm_steer.compat.wraps import file_of
-from vllm_steer.errors import IncompatibleError
-from vllm_steer.extras import install_hint
+from vllm_steer.errors import IncompatibleError, install_hint
 
 LIST_ALL: Final = "python scripts/release_diff.py installed --old 0.33.0"
 """Command that lists all differences between the installed vLLM and a tested version."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A temporary directory that several processes of one user share, such as the API servers of one ``vllm serve``.
+"""Temporary directories of one process, and of several of one user, such as the API servers of one ``vllm serve``.
 
 Every process finds the directory by its name, and only its user can access it. Each process that uses the directory
 holds a shared lock on a file in it. The last process to leave removes the directory. If all of them were killed, the
@@ -8,14 +8,19 @@ lock is free, and the next process of that user that creates a shared directory 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
+
+from vllm_steer.fs.dirfd import open_dir
 
 _PREFIX = f"vllm-steer-{os.getuid()}-"
 _MEMBERS, _MUTEX = "alive", "lock"
@@ -130,3 +135,24 @@ def _remove_if_abandoned(path: Path) -> None:
                 _remove_if_unlocked(path, members)
         finally:
             os.close(members)
+
+
+def private_tempdir(prefix: str) -> str:
+    """Return the path of a new temporary directory with mode 0700. It is removed when this process exits.
+
+    The directory is locked for as long as the process lives, because systemd-tmpfiles removes temporary files that
+    have not been used for some days but skips locked directories.
+    """
+    path = tempfile.mkdtemp(prefix=prefix)
+    lock = open_dir(path)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # forked children inherit this exit handler
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+    atexit.register(remove)
+    return path

@@ -25,9 +25,8 @@ from vllm_steer.lab.text_rows import TextRows, digest_of, position_lists
 from vllm_steer.points import PointName
 from vllm_steer.registry.directions import WITHOUT_FIRST, Array
 from vllm_steer.request import CaptureSpec
-from vllm_steer.request.scalars import read_choice, shown
+from vllm_steer.request.scalars import parse_json, read_choice, shown
 from vllm_steer.request.sites import read_layers, read_point
-from vllm_steer.request.strict_json import parse_json
 
 Pool = Literal["mean", "last"]
 POOLS: tuple[Pool, ...] = ("mean", "last")

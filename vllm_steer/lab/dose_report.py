@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from vllm_steer.extras import install_hint
+from vllm_steer.errors import install_hint
 
 if TYPE_CHECKING:
     from vllm_steer.lab.dose_result import DoseResult

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.request.scalars import is_integer, shown
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.request.scalars import is_integer, parse_json, shown
 
 Text: TypeAlias = "str | list[int] | list[dict[str, Any]]"
 """A text, its token ids, or a conversation: messages with a role and a content."""

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer._version import __version__
-from vllm_steer.errors import SteeringError
-from vllm_steer.extras import install_hint
+from vllm_steer.errors import SteeringError, install_hint
 from vllm_steer.lab.activations import Activations, Pool, collect, describe_tokens
 from vllm_steer.lab.examples import Examples, Source, read_examples
 from vllm_steer.lab.statistics import Floats, Labels, auroc, folds

@@ -34,8 +34,7 @@ from vllm_steer.params import SamplingParams
 from vllm_steer.points import PointName
 from vllm_steer.registry.directions import WITHOUT_FIRST, save_module
 from vllm_steer.registry.metadata import ModuleMetadata, encode_numbers
-from vllm_steer.request.hidden_layer import HiddenLayer
-from vllm_steer.request.probe import Probe
+from vllm_steer.request.probe import HiddenLayer, Probe
 from vllm_steer.request.scalars import read_integer, read_number, shown
 
 PROBE = "probe"

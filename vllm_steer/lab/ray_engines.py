@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from vllm_steer.errors import SteeringError
-from vllm_steer.extras import install_hint
+from vllm_steer.errors import SteeringError, install_hint
 from vllm_steer.request.scalars import read_integer
 
 Item = TypeVar("Item")

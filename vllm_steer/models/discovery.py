@@ -17,8 +17,7 @@ from torch import nn
 from vllm_steer.compat.internals import PPMissingLayer, supports_multimodal
 from vllm_steer.models.digests import why_unproven
 from vllm_steer.models.recipe import MIXED_HEAD, Recipe, qualified_name
-from vllm_steer.models.recipes import RECIPES
-from vllm_steer.models.unsupported import UNSUPPORTED
+from vllm_steer.models.recipes import RECIPES, UNSUPPORTED
 from vllm_steer.points import BRANCH_OUTPUTS, OPTIONAL_POINTS, PointName
 
 ALLOW = "pass --steering-allow-unproven (SteeringConfig(allow_unproven=True))"

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_steer.errors import SteeringError
-from vllm_steer.extras import install_hint
+from vllm_steer.errors import SteeringError, install_hint
 from vllm_steer.patching.header import SweepInfo
 from vllm_steer.patching.metrics import CUSTOM, METRICS, NUM_MEASURES, Array, check_gaps, raw_metric
 from vllm_steer.patching.statistics import GridStatistics, summarise
@@ -304,7 +303,7 @@ class PatchingResult:
 
     def to_html(self, path: str | Path | None = None, metric: str | None = None) -> str:
         """Return the grids as an HTML page without scripts; also write it to ``path``, replacing an existing file."""
-        from vllm_steer.patching.html import page
+        from vllm_steer.patching.plot import page
 
         if isinstance(path, str) and path in METRICS:
             raise TypeError(f"{path!r} is a metric; use to_html(metric={path!r})")

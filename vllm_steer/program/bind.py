@@ -26,9 +26,8 @@ from vllm_steer.program.records import TOKEN
 from vllm_steer.program.vector_table import VectorTable
 from vllm_steer.request import Projection, Selector, bytes_of
 from vllm_steer.request.condition import condition_source, stop_source
-from vllm_steer.request.hidden_layer import NO_COSINE, TOO_LATE, HiddenLayer
 from vllm_steer.request.message_parts import IMAGE, PROMPT_PARTS
-from vllm_steer.request.probe import Probe
+from vllm_steer.request.probe import NO_COSINE, TOO_LATE, HiddenLayer, Probe
 from vllm_steer.request.readout import SAE_PREFIX
 from vllm_steer.request.selector import OPEN_END, Wire
 

@@ -42,9 +42,9 @@ from vllm_steer.request import (
     bytes_of,
 )
 from vllm_steer.request.condition import condition_source
-from vllm_steer.request.hidden_layer import TOO_LATE, HiddenLayer
 from vllm_steer.request.matrix import orthonormal_basis
 from vllm_steer.request.message_parts import PROMPT_PARTS
+from vllm_steer.request.probe import TOO_LATE, HiddenLayer
 from vllm_steer.request.scalars import FLOAT32_MAX, closest, zero_if_underflows
 from vllm_steer.request.selector import Wire
 from vllm_steer.request.sites import Layers

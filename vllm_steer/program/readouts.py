@@ -8,7 +8,7 @@ import msgspec
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.compiled_part import CompiledPart
 from vllm_steer.request import Selector
-from vllm_steer.request.hidden_layer import ACTIVATIONS
+from vllm_steer.request.probe import ACTIVATIONS
 from vllm_steer.request.readout import KINDS, ReadoutKind
 from vllm_steer.request.selector import Wire
 

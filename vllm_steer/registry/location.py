@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from vllm_steer.errors import SteeringError
-from vllm_steer.extras import install_hint
+from vllm_steer.errors import SteeringError, install_hint
 
 DATABASES = ("sqlite", "postgresql")
 """Schemes of database URLs."""

@@ -24,11 +24,9 @@ import safetensors.numpy
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.metadata import METADATA_KEYS, ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import EDITS, PROBES, TIERS, Module, parse_module
-from vllm_steer.request.hidden_layer import ARRAYS as MLP_ARRAYS
-from vllm_steer.request.hidden_layer import HiddenLayer
-from vllm_steer.request.probe import READING
-from vllm_steer.request.scalars import shown, shown_name
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.request.probe import ARRAYS as MLP_ARRAYS
+from vllm_steer.request.probe import READING, HiddenLayer
+from vllm_steer.request.scalars import parse_json, shown, shown_name
 from vllm_steer.vectors.containers import MAX_HEADER_BYTES, Container, open_safetensors
 
 _SCALES, _ACTIVATIONS = "scales", "activations"

@@ -28,9 +28,8 @@ from vllm_steer.registry.index import RegistryLimits, ResolvedModule
 from vllm_steer.registry.metadata import ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
-from vllm_steer.registry.shared_call import SharedCall
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.registry.storage import MemoryStore, RegistryStore
+from vllm_steer.registry.storage import MemoryStore, RegistryStore, SharedCall
 from vllm_steer.registry.vector_files import read_vector_file
 from vllm_steer.request.references import Reference, parse_reference, parse_references, read_name
 from vllm_steer.request.scalars import suggest_arguments

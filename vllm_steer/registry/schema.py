@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.metadata import ModuleMetadata
-from vllm_steer.request.hidden_layer import HiddenLayer
-from vllm_steer.request.probe import Probe
+from vllm_steer.request.probe import HiddenLayer, Probe
 
 
 class _Answer(BaseModel):

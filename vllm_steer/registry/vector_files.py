@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_steer.errors import SteeringError
-from vllm_steer.extras import install_hint
+from vllm_steer.errors import SteeringError, install_hint
 from vllm_steer.registry.metadata import METADATA_KEYS, ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import CONTENT_KEYS, EDITS, PROBES, Module, parse_module
 from vllm_steer.registry.module_files import MLP_PROBES, module_of, write_module

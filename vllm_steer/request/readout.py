@@ -13,9 +13,8 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_READOUTS, MAX_TOP_K
 from vllm_steer.request.field_types import Declared, Number, any_of, read
-from vllm_steer.request.hidden_layer import NO_COSINE, HiddenLayer, has_hidden_layer
 from vllm_steer.request.message_parts import PartName, PromptPartName, SpanForm
-from vllm_steer.request.probe import READING
+from vllm_steer.request.probe import NO_COSINE, READING, HiddenLayer, has_hidden_layer
 from vllm_steer.request.projection import NamedProjection, Projection
 from vllm_steer.request.references import parse_probe, read_name
 from vllm_steer.request.scalars import is_integer, shown

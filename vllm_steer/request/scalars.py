@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers for numbers and names, and error messages: formatting of values, misspelt names and arguments."""
+"""Parsers for numbers, names and JSON texts, and error messages: formatting of values, misspelt names and arguments."""
+
+from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from types import MappingProxyType
@@ -13,7 +17,7 @@ from typing import Any, ParamSpec, TypeGuard, TypeVar
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_DOSE
+from vllm_steer.limits import MAX_DOSE, MAX_JSON_VALUES
 
 # Edits are computed in float32, where larger numbers become infinity.
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -208,3 +212,37 @@ def suggest_arguments(aliases: Mapping[str, str]) -> Callable[[Callable[P, T]], 
         return checked
 
     return decorate
+
+
+def parse_json(text: str | bytes, field: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        SteeringError: For ``field``, if the text is not valid JSON, repeats a key in an object, has a text that is not
+            Unicode, has more objects, lists and texts than `MAX_JSON_VALUES`, or has nesting or numbers beyond the
+            parser's limits.
+    """
+    try:
+        # The parser itself would decode halves of surrogate pairs.
+        text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
+        # Before parsing: short keys and small lists take thirty times as much memory as their text.
+        if (count := text.count("[") + text.count("{") + text.count('"') // 2) > MAX_JSON_VALUES:
+            raise ValueError(f"it has {count} objects, lists and texts, and at most {MAX_JSON_VALUES} are read")
+        parsed = json.loads(text, object_pairs_hook=_object)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
+    except UnicodeEncodeError:
+        raise SteeringError(field, "has a text with half of a surrogate pair (\\ud800 to \\udfff); remove it") from None
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        reason = str(error).partition(";")[0]  # the rest is advice to Python programmers
+        raise SteeringError(field, f"cannot be parsed as JSON: {reason[:200]}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        duplicate = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"duplicate key {shown(duplicate)} in an object")
+    return parsed

@@ -17,8 +17,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from vllm_steer.config import SCHEDULER_CLS, WORKER_CLS, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import RegistryOptions
-from vllm_steer.fs.private_tempdir import private_tempdir
-from vllm_steer.fs.shared_tempdir import remove_at_exit
+from vllm_steer.fs.shared_tempdir import private_tempdir, remove_at_exit
 from vllm_steer.registry.location import HIDDEN, is_url, parse_location, show_location
 from vllm_steer.request.message_parts import read_parts
 from vllm_steer.request.references import read_name

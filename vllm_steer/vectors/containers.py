@@ -16,11 +16,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import safetensors
 
-from vllm_steer.errors import SteeringError
-from vllm_steer.extras import install_hint
+from vllm_steer.errors import SteeringError, install_hint
 from vllm_steer.limits import MAX_EDITS
-from vllm_steer.request.scalars import shown, shown_name
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.request.scalars import parse_json, shown, shown_name
 from vllm_steer.request.vector import PACKED_DTYPES, from_bytes
 from vllm_steer.vectors.archive import check_ranges, read_archive
 from vllm_steer.vectors.torch_file import SAVE_HINT, read_tensors

@@ -20,7 +20,7 @@ from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.request import pack_vector
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.request.scalars import parse_json
 from vllm_steer.server.auth.current_key import use_key
 from vllm_steer.server.auth.keys import generate_key
 from vllm_steer.server.auth.rights import Right

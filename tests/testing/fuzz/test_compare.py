@@ -12,8 +12,7 @@ import torch
 from vllm_steer.testing.fuzz.answers import Answer, Sample
 from vllm_steer.testing.fuzz.compare import Counts, Tolerance, compare
 from vllm_steer.testing.fuzz.draw import MAX_MODEL_LEN, draw_requests, draw_settings
-from vllm_steer.testing.fuzz.facts import ModelFacts
-from vllm_steer.testing.fuzz.workload import Request, Workload, sampling_params
+from vllm_steer.testing.fuzz.workload import ModelFacts, Request, Workload, sampling_params
 
 REQUEST = Request(name="r", prompt=[1, 2, 3], max_tokens=3, capture={"hooks": {"post_block": [0]}, "positions": "all"})
 FACTS = ModelFacts(hidden=8, layers=4, vocab=50, scale=(5.0,) * 24)

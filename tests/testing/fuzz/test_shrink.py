@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from vllm_steer.testing.fuzz.draw import draw_requests
-from vllm_steer.testing.fuzz.facts import ModelFacts
 from vllm_steer.testing.fuzz.shrink import _simpler_forms, _size
-from vllm_steer.testing.fuzz.workload import Request, sampling_params
+from vllm_steer.testing.fuzz.workload import ModelFacts, Request, sampling_params
 
 FACTS = ModelFacts(hidden=16, layers=4, vocab=128, scale=(1.0,) * 100)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from vllm_steer.testing.prove.shrink import LAYERS, VOCAB, choose_layers, shrink
+from vllm_steer.testing.prove.reference import LAYERS, VOCAB, choose_layers, shrink
 
 
 def shrunk(name: str, **settings: Any) -> Any:

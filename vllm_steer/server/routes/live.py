@@ -17,8 +17,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.live import set_strength
 from vllm_steer.limits import MAX_STRENGTHS_BYTES
 from vllm_steer.registry.schema import LiveStrengths
-from vllm_steer.request.scalars import shown
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.request.scalars import parse_json, shown
 from vllm_steer.server.auth.current_key import current_owner
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.error_response import MediaTypeError

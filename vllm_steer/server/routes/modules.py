@@ -18,8 +18,7 @@ from vllm_steer.registry.metadata import METADATA_KEYS
 from vllm_steer.registry.module import CONTENT_KEYS
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
-from vllm_steer.request.scalars import shown, shown_name
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.request.scalars import parse_json, shown, shown_name
 from vllm_steer.server.auth.current_key import current_key, require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.body_checks import clearing_calls, registry_calls

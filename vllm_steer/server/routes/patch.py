@@ -18,8 +18,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.patching.answer import summary
 from vllm_steer.patching.request import read_study
-from vllm_steer.request.scalars import shown
-from vllm_steer.request.strict_json import parse_json
+from vllm_steer.request.scalars import parse_json, shown
 from vllm_steer.server.auth.current_key import require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.body_checks import LARGE_BODY, body_checks

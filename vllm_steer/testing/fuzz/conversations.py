@@ -16,7 +16,7 @@ from vllm_steer.frontend.roles import RoleTokens
 from vllm_steer.program.compiled_part import Markers, bound_parts, compile_parts
 from vllm_steer.request import Selector
 from vllm_steer.request.message_parts import PARTS, ROLES
-from vllm_steer.testing.fuzz.facts import Random
+from vllm_steer.testing.fuzz.workload import Random
 
 HEAD, END, THINK, THOUGHT, CALL, CALLED, SYSTEM, USER, ASSISTANT, TOOL = range(1, 11)
 IN_CONTENTS = (THINK, THOUGHT, CALL, CALLED, *range(11, 16))

@@ -6,10 +6,20 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_steer.request import KINDS
-from vllm_steer.request.hidden_layer import ACTIVATIONS
+from vllm_steer.request.probe import ACTIVATIONS
 from vllm_steer.testing.fuzz.draw_reactive import draw_part, draw_reactive, probe_form
-from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers, pick
-from vllm_steer.testing.fuzz.workload import SAE, TIERS, Form, Request, Settings
+from vllm_steer.testing.fuzz.workload import (
+    SAE,
+    TIERS,
+    Form,
+    ModelFacts,
+    Random,
+    Request,
+    Settings,
+    draw_edit,
+    draw_layers,
+    pick,
+)
 
 MAX_MODEL_LEN = 256
 NUM_PREFIXES, PREFIX_LENGTH = 4, 96

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.request.hidden_layer import ACTIVATIONS
-from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers, pick
-from vllm_steer.testing.fuzz.workload import NUM_FEATURES, SAE, Form
+from vllm_steer.request.probe import ACTIVATIONS
+from vllm_steer.testing.fuzz.workload import NUM_FEATURES, SAE, Form, ModelFacts, Random, draw_edit, draw_layers, pick
 
 WINDOWS: tuple[dict[str, Any], ...] = (
     {"window": "token"},

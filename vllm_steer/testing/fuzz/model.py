@@ -18,8 +18,7 @@ import numpy as np
 
 from vllm_steer.points import POINT_NAMES, points_on
 from vllm_steer.testing.fuzz.draw import MAX_MODEL_LEN
-from vllm_steer.testing.fuzz.facts import ModelFacts
-from vllm_steer.testing.fuzz.workload import NUM_FEATURES, SAE, Settings
+from vllm_steer.testing.fuzz.workload import NUM_FEATURES, SAE, ModelFacts, Settings
 from vllm_steer.testing.heap import cheap_collections
 
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_steer.testing.prove.reference import EDITED_LAYER, STREAMS, prompt, randomise
-from vllm_steer.testing.prove.shrink import shrink
+from vllm_steer.testing.prove.reference import EDITED_LAYER, STREAMS, prompt, randomise, shrink
 
 MARK = "vllm_steer.testing.prove: "
 RANDOM_WEIGHTS = "vllm_steer_random"
