@@ -41,6 +41,14 @@ def test_correct_values_are_read_in_one_call(monkeypatch: pytest.MonkeyPatch) ->
         read(Condition, value, "when")
 
 
+def test_types_are_inspected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches annotations that are evaluated for every probe that is a numpy array, which takes milliseconds."""
+    readouts = {"r": {"probe": np.ones(4, dtype=np.float32), "point": "post_block", "layer": 1}}
+    parse_readouts(readouts)
+    monkeypatch.setattr(field_types.msgspec.structs, "fields", lambda _: pytest.fail("a type was inspected again"))
+    parse_readouts(readouts)
+
+
 def test_numpy_numbers_are_python_numbers() -> None:
     """Catches a numpy number that is refused, or kept and then not equal on the wire."""
     numbers = {"readout": "r", "above": np.float32(0.5), "window": "latch", "release": {"below": np.float64(0.25)}}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -91,7 +91,7 @@ def join(field: str, inner: str) -> str:
 
 
 def _read_fields(form: type[T], value: Any, field: str) -> T:
-    declared = msgspec.structs.fields(form)
+    declared = _fields_of(form)
     check_keys(value, tuple(each.encode_name for each in declared), field)
     given = {}
     for each in declared:
@@ -104,6 +104,12 @@ def _read_fields(form: type[T], value: Any, field: str) -> T:
         return form(**given)
     except SteeringError as error:
         raise SteeringError(join(field, error.field), error.problem) from None
+
+
+@cache
+def _fields_of(form: type[Declared]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return the fields of a declared type. msgspec evaluates annotations in each call, which takes milliseconds."""
+    return msgspec.structs.fields(form)
 
 
 def extra(kind: Any) -> dict[str, Any]:
