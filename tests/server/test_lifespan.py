@@ -14,7 +14,10 @@ import pytest
 from tests.server.fakes import FakeEngine
 from tests.server.http.answers import make_capturing_app
 from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.compat.internals import envs
 from vllm_steer.settings import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
+
+VARIABLE = "VLLM_COMPUTE_NANS_IN_LOGITS"
 
 
 class Server:
@@ -45,6 +48,19 @@ async def test_shutdown_completes_consumer_files(monkeypatch: pytest.MonkeyPatch
     assert (await server.tell("shutdown"))["type"] == "lifespan.shutdown.complete"
     assert len(closed) == 1
     await asyncio.wait_for(server.task, 10)
+
+
+async def test_vllm_reads_no_variables_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches variables that vLLM reads from the environment for each token, and a process that keeps old values."""
+    reads: list[int] = []
+    monkeypatch.setitem(envs.environment_variables, VARIABLE, lambda: reads.append(1) or False)
+    server = Server(make_capturing_app([]))
+    await server.tell("startup")
+    reads.clear()
+    assert not getattr(envs, VARIABLE) and not reads
+    await server.tell("shutdown")
+    await asyncio.wait_for(server.task, 10)
+    assert not getattr(envs, VARIABLE) and reads
 
 
 async def test_a_broken_consumer_fails_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

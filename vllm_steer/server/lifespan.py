@@ -11,6 +11,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_steer.compat.internals import envs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
 from vllm_steer.server.auth.authenticator import authenticator_of, warn_if_unprotected
@@ -51,7 +52,12 @@ async def run_lifespan(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
         finally:
             await send(message)
 
-    await app(scope, receive_again, send_last)
+    if engine is not None:
+        envs.enable_envs_cache()  # as in vLLM's engines: its output processor reads a variable for each token
+    try:
+        await app(scope, receive_again, send_last)
+    finally:
+        envs.disable_envs_cache()
 
 
 async def _start(scope: Scope) -> EngineContext | None:
