@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from vllm_steer.capture.readouts import FloatArray, Readouts, SteeringTrace
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_receiver import RowReceiver
-from vllm_steer.capture.step_rows import IntArray
+from vllm_steer.capture.step_rows import MAX_NUMBERS, IntArray
 from vllm_steer.program import Program
 from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.records import STOP_REASON_PREFIX
@@ -25,8 +25,9 @@ from vllm_steer.request.selector import Interval
 
 _encode = msgspec.json.Encoder().encode
 _NUMBER = re.compile(rb"\d+(?:\.0)?")
+_END = b"]}"
 _MAX_POSITIONS = 8
-"""Tokens of an event up to which a template is made for it; an event for a slow client can have more."""
+"""Tokens of an event up to which numbers are formatted with those of other requests, however wide records are."""
 
 
 class ReadoutStream:
@@ -42,8 +43,10 @@ class ReadoutStream:
         self.program = program
         self._assembler = assembler
         self._prompt_len = prompt_len
+        self._width = program.layout.width
+        self._max_positions = max(_MAX_POSITIONS, MAX_NUMBERS // max(1, self._width))
         self._groups = list(_groups(program, prompt_len))
-        self._indices = set[int]().union(*(group.indices for group in self._groups))
+        self._indices = set[int]().union(*(group.template.indices for group in self._groups))
         self._next_chunk = 0
         self._next_position = 0
 
@@ -86,8 +89,8 @@ class ReadoutStream:
         first = self._next_position
         if forwarded <= first:
             return b""
-        if forwarded - first <= _MAX_POSITIONS:
-            # Hot path: new tokens of decoding steps, whose numbers are formatted for all requests of a step at once.
+        if forwarded - first <= self._max_positions:
+            # Hot path: the numbers of new tokens are formatted for several requests of a step at once.
             covering = [group for group in self._groups if group.covers_any(first, forwarded)]
             records = receiver.record_json(request_id, first, forwarded, take=drop) if covering else []
             if records is not None:
@@ -134,48 +137,62 @@ class ReadoutStream:
 
     def _fill(self, covering: list[_Group], first: int, records: list[list[bytes]]) -> bytes:
         """Return the JSON of some positions with the numbers of their records, behind which the positions are put."""
-        width = self.program.layout.width
         for position, numbers in enumerate(records, first):
             for column in self._indices:
                 numbers[column] = numbers[column][:-2]  # an integer
-            numbers[width:] = (b"%d" % position,)  # records are as wide as the widest of their step
+            numbers[self._width :] = (b"%d" % position,)  # records are as wide as the widest of their step
         members = [filled for group in covering if (filled := group.fill(first, records))]
         return b"{%b}" % b",".join(members) if members else b""
-
-
-class _Template(NamedTuple):
-    """JSON of a group's readouts at a number of positions."""
-
-    parts: list[bytes]
-    """Text and places of numbers in turn."""
-    choose: Callable[[list[bytes]], tuple[bytes, ...]]
-    """Returns the number of each place from the records, each with its position behind it."""
-    indices: frozenset[int]
-    """Columns of the first record that hold integers."""
 
 
 _Members = tuple[tuple[CompiledReadout, int], ...]
 """Readouts with their first columns."""
 
 
+class _Array(NamedTuple):
+    """JSON of one array of a readout, with an element for each position."""
+
+    before: bytes
+    """Text ahead of the first element."""
+    texts: list[bytes]
+    """Text of an element around its numbers."""
+    columns: list[int]
+    """Columns of the numbers in a record with its position behind it."""
+
+
+class _Template(NamedTuple):
+    """JSON of a group's readouts."""
+
+    arrays: list[_Array]
+    parts: list[bytes]
+    """For one position: text and places of numbers in turn."""
+    choose: Callable[[list[bytes]], tuple[bytes, ...]]
+    """For one position: returns the number of each place from the record with its position behind it."""
+    indices: frozenset[int]
+    """Columns that hold integers."""
+
+
 @lru_cache(maxsize=512)
-def _template(members: _Members, width: int, count: int) -> _Template:
-    """Return the template for ``count`` positions of records with ``width`` columns."""
-    stride = width + 1
-    places = np.arange(count * stride, dtype=np.float32).reshape(count, stride)
-    texts, columns, indices = [b""], list[int](), set[int]()
+def _template(members: _Members, width: int) -> _Template:
+    """Return the template of readouts in records with ``width`` columns."""
+    places = np.arange(width + 1, dtype=np.float32)[None]
+    arrays, parts, columns, indices, before = list[_Array](), [b""], list[int](), set[int](), b""
     for readout, first in members:
         values = _values(readout, places[:, width].astype(np.int64), places[:, first : first + readout.width].copy())
-        sample = _encode(values.to_json(readout.kind.columns))
-        before, *behind = _NUMBER.split(sample)
-        texts[-1] += b"%b%b:%b" % (b"," if columns else b"", _encode(readout.name), before)
-        texts += behind
-        found = _NUMBER.findall(sample)
-        columns += [int(float(each)) for each in found]
-        indices.update(int(each) for each in found if not each.endswith(b".0"))
-    parts = [b""] * (2 * len(columns) + 1)
-    parts[::2] = texts
-    return _Template(parts, itemgetter(*columns), frozenset(each for each in indices if each < width))
+        before += b"%b:{" % _encode(readout.name)
+        for name, (element,) in values.to_json(readout.kind.columns).items():
+            sample = _encode(element)
+            texts, found = _NUMBER.split(sample), _NUMBER.findall(sample)
+            before += b"%b:[" % _encode(name)
+            arrays.append(_Array(before, texts, [int(float(each)) for each in found]))
+            parts[-1] += before + texts[0]
+            parts += [part for text in texts[1:] for part in (b"", text)]
+            columns += arrays[-1].columns
+            indices.update(int(each) for each in found if not each.endswith(b".0"))
+            before = b"],"
+        before = b"]},"
+    parts[-1] += _END
+    return _Template(arrays, parts, itemgetter(*columns), frozenset(each for each in indices if each < width))
 
 
 class _Group:
@@ -190,13 +207,9 @@ class _Group:
 
     def __init__(self, intervals: tuple[Interval, ...], part: int, members: _Members, width: int) -> None:
         self.intervals, self.part, self.members = intervals, part, members
-        self._width = width
         # Selectors can be lists, which have no hash; the text does not depend on them.
-        self._key = tuple((msgspec.structs.replace(readout, tokens="all"), first) for readout, first in members)
-        single = _template(self._key, width, 1)
-        self._templates = {1: single}
-        self.indices = single.indices
-        """Columns that hold integers."""
+        key = tuple((msgspec.structs.replace(readout, tokens="all"), first) for readout, first in members)
+        self.template = _template(key, width)
 
     def covers_any(self, first: int, stop: int) -> bool:
         """Return whether the readouts may return a position from ``first`` up to ``stop``."""
@@ -216,13 +229,20 @@ class _Group:
             ]
             if not records:
                 return b""
-        count = len(records)
-        template = self._templates.get(count)
-        if template is None:
-            template = self._templates[count] = _template(self._key, self._width, count)
-        parts = template.parts.copy()
-        parts[1::2] = template.choose(records[0] if count == 1 else [*chain.from_iterable(records)])
-        return b"".join(parts)
+        template = self.template
+        if len(records) == 1:
+            parts = template.parts.copy()
+            parts[1::2] = template.choose(records[0])
+            return b"".join(parts)
+        parts = []
+        for before, texts, columns in template.arrays:
+            if len(columns) == 1:
+                (column,) = columns
+                elements = [numbers[column] for numbers in records]
+            else:
+                elements = [b"".join([*(t + n[c] for t, c in zip(texts, columns)), texts[-1]]) for n in records]
+            parts += before, b",".join(elements)
+        return b"".join((*parts, _END))
 
 
 def _groups(program: Program, prompt_len: int) -> Iterator[_Group]:

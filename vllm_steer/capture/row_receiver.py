@@ -63,8 +63,8 @@ class RowReceiver:
     def add_request(self, request_id: str, assembler: RowAssembler) -> None:
         """Start collecting for a request, until :meth:`finish_request` or until its assembler is garbage-collected."""
         with self._lock:
-            self._forget(request_id)
-            finalizer = self._assemblers[request_id] = weakref.finalize(assembler, self._forget, request_id)
+            self.forget(request_id)
+            finalizer = self._assemblers[request_id] = weakref.finalize(assembler, self.forget, request_id)
             finalizer.atexit = False
             # Buffered rows under this id belong to an earlier request.
             if any(request_id in step.index.entries_by_request for step in self._steps):
@@ -98,21 +98,24 @@ class RowReceiver:
         position, taken = stop - 1, 0
         for number in range(len(self._steps), 0, -1):
             step = self._steps[number - 1]
-            if step.index.projection != RECORDS or request_id not in step.index.entries_by_request:
+            index = step.index
+            if index.projection != RECORDS or request_id not in index.only_entry:
                 continue
-            positions = step.positions_of(request_id)
-            if positions is None:
+            entry = index.only_entry[request_id]
+            if entry < 0:
                 return None
-            if positions.start > position and not found:
+            starts, counts, offsets = step.extents
+            start = starts[entry]
+            end, row = start + counts[entry], offsets[entry] - start
+            if start > position and not found:
                 continue  # of a token whose output is yet to be processed
-            if position not in positions:
+            if not start <= position < end:
                 return None
             if not found:
                 # A step with a later token is not taken as a whole.
-                taken = number if positions.stop == stop else number - 1
-            earliest = max(positions.start, first)
-            found += [step.record_json(request_id, each) for each in range(position, earliest - 1, -1)]
-            position = positions.start - 1
+                taken = number if end == stop else number - 1
+            found += [step.record_json(row + each) for each in range(position, max(start, first) - 1, -1)]
+            position = start - 1
             if position < first:
                 break
         else:
@@ -131,7 +134,7 @@ class RowReceiver:
     def finish_request(self, request_id: str) -> None:
         """Flush a request and stop collecting for it."""
         self.flush(request_id)
-        self._forget(request_id)
+        self.forget(request_id)
 
     @property
     def num_bytes(self) -> int:
@@ -165,7 +168,8 @@ class RowReceiver:
             self._size += step.rows.nbytes
             self._on_size(self._size)
 
-    def _forget(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
+        """Stop collecting for a request without flushing it."""
         with self._lock:
             finalizer = self._assemblers.pop(request_id, None)
             if finalizer is not None:

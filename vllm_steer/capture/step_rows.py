@@ -19,7 +19,7 @@ import numpy.typing as npt
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 _encode = msgspec.json.Encoder().encode
-_MAX_NUMBERS = 1024
+MAX_NUMBERS = 1024
 """Numbers of records that are formatted as JSON at once, for several requests."""
 _MAX_MERGED_ENTRY_BYTES = 4096
 """Bytes per entry and step up to which merging steps is worth another copy of the rows."""
@@ -52,6 +52,11 @@ class RowIndex:
         for entry, request_id in enumerate(self.request_ids):
             entries.setdefault(request_id, []).append(entry)
         return entries
+
+    @cached_property
+    def only_entry(self) -> dict[str, int]:
+        """Number of each request's entry; -1 for a request with several."""
+        return {name: entries[0] if len(entries) == 1 else -1 for name, entries in self.entries_by_request.items()}
 
     @cached_property
     def encoded(self) -> bytes:
@@ -103,29 +108,24 @@ class StepRows:
         _, _, offsets = self.extents
         return self.rows[offsets[entry] : offsets[entry + 1]]
 
-    def positions_of(self, request_id: str) -> range | None:
-        """Return the positions of a request's only entry; None if it has none, or several."""
-        entries = self.index.entries_by_request.get(request_id, ())
-        if len(entries) != 1:
-            return None
-        starts, counts, _ = self.extents
-        return range(starts[entries[0]], starts[entries[0]] + counts[entries[0]])
-
-    def record_json(self, request_id: str, position: int) -> list[bytes]:
-        """Return each number of a request's record at one of `positions_of` as JSON.
+    def record_json(self, row: int) -> list[bytes]:
+        """Return each number of a record as JSON, in a new list.
 
         The records of several requests are formatted together, whichever is read first.
         """
-        entry = self.index.entries_by_request[request_id][0]
-        starts, _, offsets = self.extents
-        width = self.rows.shape[1] // 4
-        rows = max(1, _MAX_NUMBERS // width)
-        block, row = divmod(offsets[entry] + position - starts[entry], rows)
+        width, rows = self._block
+        block, place = divmod(row, rows)
         found = self._formatted.get(block)
         if found is None:
             numbers = self.rows[block * rows : (block + 1) * rows].view(np.float32).reshape(-1)
             found = self._formatted[block] = _encode(numbers.tolist())[1:-1].split(b",")
-        return found[row * width : (row + 1) * width]
+        return found[place * width : (place + 1) * width]
+
+    @cached_property
+    def _block(self) -> tuple[int, int]:
+        """Width of a record, and the number of records that are formatted at once."""
+        width = self.rows.shape[1] // 4
+        return width, max(1, MAX_NUMBERS // width)
 
     @cached_property
     def _formatted(self) -> dict[int, list[bytes]]:

@@ -115,7 +115,9 @@ class SampleState:
     def adds_to_outputs(self) -> bool:
         """Whether outputs carry rows or readouts before the last one. Hot path: read for each token."""
         capture = self.capture
-        return capture is not None and (capture.readouts is not None or bool(capture.streams))
+        if capture is None:
+            return False
+        return bool(capture.streams) or (capture.readouts is not None and not self.read_elsewhere)
 
     def applied_when(self, finished: bool) -> SteeringApplied | None:
         """Return the applied steering, with what no token reached if all samples of the request have finished."""
@@ -188,7 +190,8 @@ class SampleState:
         capture = self.capture
         if capture is None:
             return None
-        capture.receiver.finish_request(state.request_id)
+        if capture.specs or not self.read_elsewhere:  # the response reads its last records itself
+            capture.receiver.finish_request(state.request_id)
         if not capture.specs:
             return None
         if (reason := _cut_short(finish_reason, stop_reason)) is not None:

@@ -52,7 +52,10 @@ class ReadoutFeed:
         if self._has_output or last or not self._awaits_prompt():
             forwarded = self._sample.num_forwarded(self._state)
             values = self._stream.next_json(self._receiver, self._state.request_id, forwarded, drop=self._drop)
-        trace = self.take_trace() if last else None
+        if not last:
+            return values, b""
+        trace = self.take_trace()
+        self._receiver.forget(self._state.request_id)
         return values, b"" if trace is None else _encoder.encode(trace)
 
     def take_members(self, *, last: bool) -> list[bytes]:
