@@ -240,7 +240,8 @@ class _Group:
                 (column,) = columns
                 elements = [numbers[column] for numbers in records]
             else:
-                elements = [b"".join([*(t + n[c] for t, c in zip(texts, columns)), texts[-1]]) for n in records]
+                around = [*zip(texts, columns, strict=False)]
+                elements = [b"".join([*(text + n[column] for text, column in around), texts[-1]]) for n in records]
             parts += before, b",".join(elements)
         return b"".join((*parts, _END))
 
