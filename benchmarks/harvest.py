@@ -7,6 +7,8 @@
 Both engines have the same model and settings, in processes of their own, and take turns in several rounds, in another
 order each round. All ways of a round run texts of the same lengths, which no other has. A row of ``harvest`` is one
 token at all layers of the way. Files go to the folder of temporary files. Only ratios within a round are meaningful.
+"plain writes" appends the bytes of all layers to a file there, from one buffer and one thread: the most that a
+harvest to this disk can reach; its second figure includes fsync.
 With a shape, the weights are random, in bfloat16 and with vLLM's compilation, for a GPU with room for both engines.
 """
 
@@ -29,6 +31,7 @@ from benchmarks.shapes import SHAPES, environment, save_shape
 
 STOCK = "stock vLLM, prefill"
 ONE, ALL = "harvest, one layer", "harvest, all layers"
+WRITES = "plain writes"
 WAYS = (STOCK, ONE, ALL)
 LOCAL: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
 RANDOM: dict[str, Any] = {
@@ -63,6 +66,18 @@ def serve(pipe: Any, model: str, ways: list[str], settings: dict[str, Any]) -> N
             pipe.send(time.perf_counter() - started)
 
 
+def plain_writes(num_bytes: int, part: int) -> tuple[float, float]:
+    """Append ``num_bytes`` in pieces of ``part`` to a file; return the gigabytes per second, without and with fsync."""
+    buffer = np.random.default_rng(0).bytes(part)
+    with tempfile.TemporaryFile() as file:
+        started = time.perf_counter()
+        for _ in range(num_bytes // part):
+            os.write(file.fileno(), buffer)
+        written = time.perf_counter()
+        os.fsync(file.fileno())
+        return tuple(num_bytes / 1e9 / (end - started) for end in (written, time.perf_counter()))  # type: ignore[return-value]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=".models/SmolLM2-135M-Instruct")
@@ -75,6 +90,9 @@ def main() -> None:
     shape, folder = arguments.shape, tempfile.TemporaryDirectory()
     model = str(save_shape(shape, Path(folder.name) / shape)) if shape else arguments.model
     settings, count, length = (RANDOM, 256, 512) if shape else (LOCAL, 16, 128)
+    about_model = json.loads((Path(model) / "config.json").read_text())
+    layers = about_model["num_hidden_layers"]
+    row = about_model["hidden_size"] * layers * (2 if shape else 4)
     context, random, pipes, rounds = multiprocessing.get_context("spawn"), np.random.default_rng(0), {}, []
     for ways in ([STOCK], [way for way in WAYS if way != STOCK]):
         pipe, other = context.Pipe()
@@ -87,17 +105,23 @@ def main() -> None:
         for way in random.permutation(WAYS).tolist():
             pipes[way].send((way, random.integers(10, 2_000 if shape else 40_000, (count, length)).tolist()))
             speeds[way] = round(count * length / pipes[way].recv(), 1)
-        rounds.append({**speeds, "load_average": round(os.getloadavg()[0], 2)})
+        writes = [round(each, 2) for each in plain_writes(min(count * length * row, 8 << 30), length * row // layers)]
+        rounds.append({**speeds, WRITES: writes, "load_average": round(os.getloadavg()[0], 2)})
         print(json.dumps(rounds[-1]), flush=True)
     for pipe in set(pipes.values()):
         pipe.send(None)
     folder.cleanup()
     about = {"cpus": os.cpu_count(), "machine": platform.machine(), "beside": arguments.beside}
+    used = {ONE: row // layers, ALL: row}
+    rates = {way: statistics.median(each[way] for each in rounds[1:]) * size / 1e9 for way, size in used.items()}
+    for number, name in enumerate((WRITES, f"{WRITES} with fsync")):
+        rates[name] = statistics.median(each[WRITES][number] for each in rounds[1:])
     ratios = {way: [each[way] / each[STOCK] for each in rounds[1:]] for way in WAYS}
     result = {
         "environment": {**about, **environment()},
         "setup": {"model": Path(model).name, "texts": count, "tokens": length, "dtype": settings["dtype"]},
         "rows_per_second": {way: round(statistics.median(each[way] for each in rounds[1:]), 1) for way in WAYS},
+        "gigabytes_per_second": {name: round(rate, 3) for name, rate in rates.items()},
         "ratio": {way: [round(f(r), 3) for f in (statistics.median, min, max)] for way, r in ratios.items()},
         "rounds": rounds[1:],
     }

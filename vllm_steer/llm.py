@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +39,33 @@ from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.taps.user_hooks import Hook
 
 
-def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse calls while another thread is in one: the two would step the engine at once and take each other's outputs.
+@contextmanager
+def one_thread(llm: Any, call: str) -> Iterator[None]:
+    """Refuse a call while another thread is in one: both would step the engine at once and take each other's outputs.
 
     vLLM's own ``LLM`` has no such check; its engine does not recover.
+
+    Raises:
+        SteeringError: Another thread is using the engine.
     """
+    lock = getattr(llm, "_steering_thread", None)
+    if lock is not None and not lock.acquire(blocking=False):
+        problem = "another thread is using this LLM; call it from one thread at a time, or use AsyncLLM"
+        raise SteeringError(call, problem)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of `LLM` in `one_thread`."""
 
     @functools.wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        lock = self._steering_thread
-        if not lock.acquire(blocking=False):
-            raise SteeringError(
-                method.__name__, "another thread is using this LLM; call it from one thread at a time, or use AsyncLLM"
-            )
-        try:
+        with one_thread(self, method.__name__):
             return method(self, *args, **kwargs)
-        finally:
-            lock.release()
 
     return alone
 

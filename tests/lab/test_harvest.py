@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tests.lab.hf import Hooked
 from tests.tiny import VOCAB
-from vllm_steer import SteeringError, open_captures
+from vllm_steer import SteeringError, capture_hidden_states, open_captures
 from vllm_steer.capture.files.rotation import RotatingLayout
 from vllm_steer.cli import lab as commands
 from vllm_steer.cli.main import app
@@ -32,7 +32,7 @@ SITES: dict[str, Any] = {"layers": [1, 3]}
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_rows, "_BATCH_TEXTS", 4)
+    monkeypatch.setattr(text_rows, "_MOST_TEXTS", 4)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_a_failure_loses_nothing(
     llm: Any, tmp_path: Path, rows: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """Catches a traceback instead of what to do, rows of a failed write, and texts that are not run again."""
-    calls, original, capture = [0], os.pwritev, text_rows.capture_hidden_states
+    calls, original, rows_of = [0], os.pwritev, text_rows.rows_of_prompt
 
     def full(*arguments: Any) -> Any:
         calls[0] += 1
@@ -113,11 +113,11 @@ def test_a_failure_loses_nothing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(*arguments)
 
-    def interrupted(*arguments: Any, **named: Any) -> Any:
+    def interrupted(output: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 8:
+        if calls[0] == 30:
             raise RuntimeError("the engine has ended")
-        return capture(*arguments, **named)
+        return rows_of(output)
 
     if failing == "a file":
         harvest(llm, TEXTS, tmp_path, **SITES)
@@ -130,14 +130,14 @@ def test_a_failure_loses_nothing(
         monkeypatch.setattr(os, "pwritev", full)
         message = r"No space left on device; .* has the rows of 29 of 120 texts\. Run the same harvest again"
     else:
-        monkeypatch.setattr(text_rows, "capture_hidden_states", interrupted)
-        message = r"texts: the engine failed between texts\[28\] and texts\[31\]: the engine has ended"
+        monkeypatch.setattr(text_rows, "rows_of_prompt", interrupted)
+        message = r"texts\[29\]: the engine failed: the engine has ended"
     with pytest.raises(SteeringError, match=message):
         harvest(llm, TEXTS, tmp_path, **SITES)
     if failing == "a file":
         stream.rename(tmp_path.parent / "damaged")
     else:
-        assert check(tmp_path, rows, whole=False) == (29 if failing == "the disk" else 28)
+        assert check(tmp_path, rows, whole=False) == 29
     harvest(llm, TEXTS, tmp_path, **SITES)
     check(tmp_path, rows)
 
@@ -160,6 +160,42 @@ def test_an_interruption_leaves_the_engine_clean(llm: Any, tmp_path: Path, rows:
     finally:
         llm.llm_engine.step = step
     check(tmp_path, rows)
+
+
+def test_the_engine_has_the_next_texts_while_rows_are_written(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an engine that waits for each write, texts without a bound in it, and those of an abandoned run."""
+    enqueue, states, sent = llm.enqueue, llm.llm_engine.output_processor.request_states, [0]
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        sent[0] += 1
+        return enqueue(*arguments, **named)
+
+    monkeypatch.setattr(llm, "enqueue", counted)
+    stream = text_rows.TextRows(llm, TEXTS[:12], layers=[1]).stream([3, 1, *range(4, 12)])
+    assert [(next(stream).submission, sent[0]) for _ in range(5)] == [(3, 5), (1, 6), (4, 7), (5, 8), (6, 9)]
+    assert states
+    stream.close()
+    assert not states
+    rows = text_rows.TextRows(llm, [[1, 2, 3]] * 4, layers=[1])
+    monkeypatch.setattr(text_rows, "_MOST_BYTES", 2 * rows._row_bytes(0))
+    sent[0] = 0
+    assert [(each.submission, sent[0]) for each in rows.stream(range(4))] == [(0, 3), (1, 4), (2, 4), (3, 4)]
+
+
+def test_other_requests_keep_their_outputs(llm: Any) -> None:
+    """Catches outputs of the user's own requests that a harvest takes, and a harvest that waits for one of its own."""
+    (waiting,) = llm.enqueue([{"prompt_token_ids": TEXTS[0]}], use_tqdm=False)
+    with pytest.raises(SteeringError, match="llm: has 1 requests of enqueue; call wait_for_completion"):
+        next(text_rows.TextRows(llm, TEXTS[:2], layers=[1]).stream([0]))
+    with pytest.raises(SteeringError, match="llm: has 1 requests of enqueue; call wait_for_completion"):
+        capture_hidden_states(llm, [{"prompt_token_ids": TEXTS[0]}], hooks={"post_block": [1]}, use_tqdm=False)
+    (output,) = llm.wait_for_completion(use_tqdm=False)
+    assert output.prompt_token_ids == TEXTS[0] and waiting.startswith(output.request_id)
+    stream = text_rows.TextRows(llm, TEXTS[:8], layers=[1]).stream(range(8))
+    next(stream)
+    llm.wait_for_completion(use_tqdm=False)
+    with pytest.raises(SteeringError, match="the engine failed: another call of the engine has taken"):
+        list(stream)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class SmallEngine(ray_engines.Engine):
 
     def start(self, model: str, options: dict[str, Any]) -> None:
         register_class("LlamaForCausalLM")
-        text_rows._BATCH_TEXTS = BATCH
+        text_rows._MOST_TEXTS = BATCH
         write, (doomed, file) = shards._write, os.environ[DOOMED].split(":")
         Path(file).with_name(f"process-{os.getpid()}").touch()
         on_doomed, written = ray.get_runtime_context().get_node_id() == doomed, []
@@ -135,16 +135,16 @@ def test_a_node_dies(llm: Any, folder: Path, cluster: Cluster, tmp_path: Path, m
     assert [each[0] for each in wanted] == list(range(len(TEXTS)))
     out, ready = tmp_path / "out", tmp_path / "ready"
     with monkeypatch.context() as patch:
-        patch.setattr(text_rows, "_BATCH_TEXTS", BATCH)
-        capture, calls = text_rows.capture_hidden_states, []
+        patch.setattr(text_rows, "_MOST_TEXTS", BATCH)
+        rows_of, calls = text_rows.rows_of_prompt, []
 
-        def interrupted(*arguments: Any, **named: Any) -> Any:
+        def interrupted(output: Any) -> Any:
             calls.append(1)
-            if len(calls) == 4:
+            if len(calls) == 20:
                 raise KeyboardInterrupt
-            return capture(*arguments, **named)
+            return rows_of(output)
 
-        patch.setattr(text_rows, "capture_hidden_states", interrupted)
+        patch.setattr(text_rows, "rows_of_prompt", interrupted)
         with pytest.raises(KeyboardInterrupt):
             harvest(llm, TEXTS, out, **SITES)
     before = len(contents(out))

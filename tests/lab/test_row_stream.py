@@ -24,7 +24,7 @@ ORDER = [(number, position) for number, text in enumerate(TEXTS) for position in
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_rows, "_BATCH_TEXTS", 4)
+    monkeypatch.setattr(text_rows, "_MOST_TEXTS", 4)
 
 
 def order_of(batches: list[RowBatch]) -> list[tuple[int, int]]:
@@ -70,19 +70,19 @@ def test_the_loop_can_use_the_engine_and_stop(llm: Any) -> None:
 
 def test_an_error_of_the_engine_is_raised_in_the_loop(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a stream that ends as if there were no more texts."""
-    capture, calls = text_rows.capture_hidden_states, [0]
+    rows_of, calls = text_rows.rows_of_prompt, [0]
 
-    def failing(*arguments: Any, **named: Any) -> Any:
+    def failing(output: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 3:
+        if calls[0] == 9:
             raise RuntimeError("the engine has ended")
-        return capture(*arguments, **named)
+        return rows_of(output)
 
-    monkeypatch.setattr(text_rows, "capture_hidden_states", failing)
+    monkeypatch.setattr(text_rows, "rows_of_prompt", failing)
     seen = []
-    with pytest.raises(SteeringError, match=r"failed between texts\[8\] and texts\[11\]: the engine has ended"):
+    with pytest.raises(SteeringError, match=r"texts\[8\]: the engine failed: the engine has ended"):
         seen += [each.texts for each in DataLoader(RowStream(llm, TEXTS, layer=2, batch_size=1), batch_size=None)]
-    assert calls[0] == 3
+    assert calls[0] == 9
 
 
 def test_what_cannot_be_streamed(llm: Any) -> None:

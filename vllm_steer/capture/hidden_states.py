@@ -118,33 +118,40 @@ def capture_hidden_states(
     if chat_kwargs and not chats:
         raise SteeringError("chat_kwargs", "is for conversations, lists of messages with a role; leave it out")
     run = partial(llm.chat, **(chat_kwargs or {})) if chats else llm.generate
-    captured = []
     with none_left_running(llm):
         outputs = run(several, params, use_tqdm=use_tqdm)
-    for i, output in enumerate(outputs):
-        result = output.capture_results["memory"]
-        if result.status != "ok":
-            raise RuntimeError(f"prompts[{i}]: {result.error}")
-        if result.unreached:
-            raise RuntimeError(
-                f"prompts[{i}]: no rows at positions {', '.join(map(str, result.unreached))}; "
-                f"the prompt has {len(output.prompt_token_ids)} tokens"
-            )
-        captured.append(result.data)
-    return HiddenStates(tuple(captured))
+    return HiddenStates(tuple(rows_of_prompt(output, f"prompts[{i}]: ") for i, output in enumerate(outputs)))
+
+
+def rows_of_prompt(output: Any, place: str = "") -> CapturedRequest:
+    """Return the captured rows of an output; raise RuntimeError, which begins with ``place``, if some are missing."""
+    result = output.capture_results["memory"]
+    if result.status != "ok":
+        raise RuntimeError(f"{place}{result.error}")
+    if result.unreached:
+        positions = ", ".join(map(str, result.unreached))
+        length = len(output.prompt_token_ids)
+        raise RuntimeError(f"{place}no rows at positions {positions}; the prompt has {length} tokens")
+    captured: CapturedRequest = result.data
+    return captured
 
 
 @contextmanager
 def none_left_running(llm: Any) -> Iterator[None]:
-    """End the requests of a call that fails, such as by Ctrl-C: vLLM would return their outputs from the next call."""
+    """End the requests of a call that fails, such as by Ctrl-C: vLLM would return their outputs from the next call.
+
+    Raises:
+        SteeringError: Requests of ``llm.enqueue`` are left, whose outputs the call would take.
+    """
     engine = llm.llm_engine
-    states = engine.output_processor.request_states
-    others = set(states)
+    if states := engine.output_processor.request_states:
+        problem = f"has {len(states)} requests of enqueue; call wait_for_completion before this call"
+        raise SteeringError("llm", problem)
     try:
         yield
     except BaseException:
         with suppress(Exception):  # the engine has ended
-            engine.abort_request([each for each in states if each not in others], internal=True)
+            engine.abort_request(list(states), internal=True)
         raise
 
 

@@ -7,7 +7,6 @@ import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,8 +80,7 @@ def collect(
     """
     read_choice(pool, POOLS, "pool")
     read = TextRows(llm, texts, point=point, layers=layers, positions=positions, dtype="float32", answer=answer)
-    captured = chain.from_iterable(read.batches(range(len(read))))
-    shown = track(captured, "texts", len(read), console=Console(stderr=True), disable=not use_tqdm)
+    shown = track(read.stream(range(len(read))), "texts", len(read), console=Console(stderr=True), disable=not use_tqdm)
     return pool_rows(shown, read.facts.model, read.point, read.layers, pool, max(read.sizes))
 
 

@@ -112,13 +112,12 @@ def harvest(
         if bar is not None:
             bar.count(settings.texts, len(done), 0)
 
-        def write(batch: Sequence[CapturedRequest]) -> None:
-            for captured in batch:
-                writer.write(captured)
-                done[captured.submission] = len(next(iter(captured.sites.values())).positions)
+        def write(text: Sequence[CapturedRequest]) -> None:
+            writer.write(text[0])
+            done[text[0].submission] = len(next(iter(text[0].sites.values())).positions)
 
         if isinstance(rows, TextRows):
-            stored = write_behind(rows.batches(left), write)
+            stored = write_behind(([text] for text in rows.stream(left)), write)
         else:
             stored = rows.run(llm, folder, settings, left)
         with closing(stored):

@@ -112,8 +112,8 @@ class RowStream(IterableDataset[RowBatch]):
         if self.shuffle:
             random.shuffle(numbers)
         held: RowBatch | None = None
-        for captured in self._rows.batches(numbers.tolist()):
-            new = [self._read(each) for each in captured]
+        for batch in self._rows.split(numbers.tolist()):
+            new = [self._read(each) for each in self._rows.stream(batch)]
             joined = RowBatch(*map(torch.cat, zip(*([held] if held else []) + new, strict=True)))
             ready = max(0, len(joined.rows) - self.shuffle) // self.batch_size * self.batch_size
             if self.shuffle:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Si
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,7 +103,9 @@ class ShardTask:
             problem = f"the node {socket.gethostname()} has another model or vLLM: {settings}, not {shard.settings}"
             raise SteeringError("ray", problem)
         missing = [batch for batch in rows.split(shard.numbers) if not shard.file(batch[0]).exists()]
-        return sum(write_behind(map(rows.run, missing), lambda captured: _write(captured, shard)))
+        texts = rows.stream(chain.from_iterable(missing))
+        batches = ([next(texts) for _ in batch] for batch in missing)
+        return sum(write_behind(batches, lambda captured: _write(captured, shard)))
 
     def settings(self, engines: RayEngines) -> Any:
         """Return the settings of the harvest, for which an engine checks all texts."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of one capture: checked as a whole before the first one runs, and run batch by batch."""
+"""Texts of one capture: checked as a whole before the first one runs, and run several at a time."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from vllm_steer.capture.files.format import spec_to_dict
-from vllm_steer.capture.hidden_states import capture_hidden_states
+from vllm_steer.capture.hidden_states import none_left_running, rows_of_prompt
 from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.engine.capabilities import DTYPE_BYTES
 from vllm_steer.errors import SteeringError
@@ -26,8 +27,9 @@ from vllm_steer.request.scalars import read_integer
 from vllm_steer.request.sites import read_layers, read_point
 
 Texts: TypeAlias = "Source | Iterable[Any]"
-_BATCH_TEXTS, _BATCH_BYTES = 256, 1 << 30
-"""Most texts, and about the most bytes of rows, of one batch."""
+_MOST_TEXTS, _MOST_BYTES = 256, 1 << 30
+"""Most texts, and about the most bytes of rows, that are in the engine at one time, or in one batch."""
+_ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False}
 
 
 def read_site_layers(llm: Any, point: str, layers: Any) -> tuple[ModelFacts, PointName, tuple[int, ...]]:
@@ -117,29 +119,70 @@ class TextRows:
         """Hash of the texts and tags, in order."""
         return digest_of((line.text, line.tag) for line in self.lines)
 
-    def batches(self, numbers: Sequence[int]) -> Iterator[list[CapturedRequest]]:
-        """Run texts and yield their rows in batches, in order; ``submission`` is the text's number; see `run`.
+    def stream(self, numbers: Iterable[int]) -> Iterator[CapturedRequest]:
+        """Run texts and yield the rows of each, in order; ``submission`` is the text's number.
+
+        The engine goes on with later texts meanwhile, so that it does not wait for the caller. They are ended with the
+        iterator, which must not be interleaved with other calls of the engine.
 
         Raises:
             SteeringError: The engine refuses a text, or rows are missing.
         """
-        return map(self.run, self.split(numbers))
+        from vllm_steer.llm import one_thread
+        from vllm_steer.params import SamplingParams
 
-    def run(self, batch: Sequence[int]) -> list[CapturedRequest]:
-        """Run the texts of one batch of `split` and return their rows.
+        engine, params = self._llm.llm_engine, SamplingParams(capture={"memory": self._spec}, **_ONE_TOKEN)
+        running: deque[tuple[int, str]] = deque()
+        outputs: dict[str, Any] = {}
+        left = deque(numbers)
+        held = 0
+
+        def fill() -> None:
+            nonlocal held
+            while left:
+                more = self._row_bytes(left[0])
+                if running and (len(running) == _MOST_TEXTS or held + more > _MOST_BYTES):
+                    break
+                held += more
+                running.append((left[0], self._enqueue(left.popleft(), params)))
+
+        def next_one() -> CapturedRequest:
+            nonlocal held
+            number, request_id = running.popleft()
+            held -= self._row_bytes(number)
+            try:
+                while request_id not in outputs:
+                    if not engine.has_unfinished_requests():
+                        raise RuntimeError("another call of the engine has taken the text's output")
+                    outputs.update((each.request_id, each) for each in engine.step() if each.finished)
+                rows = rows_of_prompt(outputs.pop(request_id))
+            except (RuntimeError, ValueError) as error:
+                raise SteeringError(self.lines[number].place, f"the engine failed: {error}") from error
+            return self._named(number, rows)
+
+        with one_thread(self._llm, "stream"), none_left_running(self._llm):
+            fill()
+            while running:
+                rows = next_one()
+                fill()
+                yield rows
+
+    def _enqueue(self, number: int, params: Any) -> str:
+        """Send a text to the engine and return the id of its output.
 
         Raises:
-            SteeringError: The engine refuses a text, or rows are missing.
+            SteeringError: The engine refuses it.
         """
-        ready = [self._ready[i] for i in batch]
-        chat = {"add_generation_prompt": self.answer} if isinstance(ready[0][0], dict) else None
-        prompts = ready if chat else [{"prompt_token_ids": tokens.tolist()} for tokens in ready]
+        text = self._ready[number]
         try:
-            states = capture_hidden_states(self._llm, prompts, **self._spec, chat_kwargs=chat, use_tqdm=False)
+            if isinstance(text, list):
+                ids = self._llm.enqueue_chat([text], params, use_tqdm=False, add_generation_prompt=self.answer)
+            else:
+                ids = self._llm.enqueue([{"prompt_token_ids": text.tolist()}], params, use_tqdm=False)
         except (RuntimeError, ValueError) as error:
-            first, last = self.lines[batch[0]].place, self.lines[batch[-1]].place
-            raise SteeringError("texts", f"the engine failed between {first} and {last}: {error}") from error
-        return [self._named(number, captured) for number, captured in zip(batch, states, strict=True)]
+            raise SteeringError(self.lines[number].place, f"the engine failed: {error}") from error
+        # vLLM adds random characters to the id; outputs have it without them.
+        return str(self._llm.llm_engine.output_processor.request_states[ids[0]].external_req_id)
 
     def _named(self, number: int, captured: CapturedRequest) -> CapturedRequest:
         """Return the rows with the text's number and tag."""
@@ -182,17 +225,20 @@ class TextRows:
         return (text if chat else np.array(tokens, np.int32)), size
 
     def split(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Yield numbers of texts that run together: of one form, and within the limits if there are several."""
-        row = self.facts.hidden_size * len(self.layers) * DTYPE_BYTES[self._spec["dtype"]]
+        """Yield numbers of texts in batches, within the limits if one has several."""
         batch: list[int] = []
         size = 0
         for number in numbers:
-            more = row * (self.spec.tokens.num_positions or self.sizes[number])
-            other = batch and isinstance(self._ready[number], list) != isinstance(self._ready[batch[0]], list)
-            if batch and (other or len(batch) == _BATCH_TEXTS or size + more > _BATCH_BYTES):
+            more = self._row_bytes(number)
+            if batch and (len(batch) == _MOST_TEXTS or size + more > _MOST_BYTES):
                 yield batch
                 batch, size = [], 0
             batch.append(number)
             size += more
         if batch:
             yield batch
+
+    def _row_bytes(self, number: int) -> int:
+        """Return about the most bytes of the rows of a text."""
+        row = self.facts.hidden_size * len(self.layers) * DTYPE_BYTES[self._spec["dtype"]]
+        return row * (self.spec.tokens.num_positions or self.sizes[number])
