@@ -98,8 +98,10 @@ def main() -> None:
         pipe, other = context.Pipe()
         context.Process(target=serve, args=(other, model, ways, settings)).start()
         other.close()  # so that the end of the process ends the pipe
-        pipe.recv()  # has started
         pipes.update(dict.fromkeys(ways, pipe))
+    for pipe in set(pipes.values()):
+        pipe.recv()  # has started
+    print("started", flush=True)
     for _ in range(arguments.rounds + 1):  # the first one warms up
         speeds = {}
         for way in random.permutation(WAYS).tolist():

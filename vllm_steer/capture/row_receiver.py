@@ -24,6 +24,7 @@ from vllm_steer.capture.step_rows import StepRows, merge_steps
 
 MAX_BYTES = 32 << 20
 MAX_STEPS = 64
+_SHARED_BYTES = 1 << 16
 
 
 @dataclass
@@ -35,6 +36,14 @@ class _Run:
     start: int
     stop: int
     parts: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    others: int = 0
+    """Bytes of other rows in the last part's step."""
+
+    def joined(self) -> npt.NDArray[np.uint8]:
+        """Return the rows: a copy, unless they are large and would only be freed from fewer other rows."""
+        if len(self.parts) == 1 and self.parts[0].nbytes > max(self.others, _SHARED_BYTES):
+            return self.parts[0]
+        return np.concatenate(self.parts)
 
 
 class RowReceiver:
@@ -185,7 +194,7 @@ class RowReceiver:
         self._on_size(0)
 
     def _split_off(self, request_id: str) -> list[RowChunk]:
-        """Copy the rows that a request has not taken yet, one chunk for each run of consecutive positions."""
+        """Return the rows that a request has not taken yet, one chunk for each run of consecutive positions."""
         if len(self._steps) > self._num_merged:
             # Merging changes the number of steps, so only steps that no request has taken from may be merged.
             untouched = max(self._num_merged, *self._num_taken.values(), 0)
@@ -205,10 +214,12 @@ class RowReceiver:
                 if run is None or run.stop != start or run.codes != codes:
                     run = latest[key] = _Run(codes, index.projection, start, start)
                     runs.append(run)
-                run.parts.append(step.rows[offsets[entry] : offsets[entry + 1]])
+                part = step.rows[offsets[entry] : offsets[entry + 1]]
+                run.parts.append(part)
+                run.others = step.rows.nbytes - part.nbytes
                 run.stop += counts[entry]
         self._num_taken[request_id] = len(self._steps)
         return [
-            RowChunk(request_id, run.start, run.stop - run.start, run.codes, np.concatenate(run.parts), run.projection)
+            RowChunk(request_id, run.start, run.stop - run.start, run.codes, run.joined(), run.projection)
             for run in runs
         ]
