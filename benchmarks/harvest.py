@@ -107,7 +107,7 @@ def main() -> None:
         for way in random.permutation(WAYS).tolist():
             pipes[way].send((way, random.integers(10, 2_000 if shape else 40_000, (count, length)).tolist()))
             speeds[way] = round(count * length / pipes[way].recv(), 1)
-        writes = [round(each, 2) for each in plain_writes(min(count * length * row, 8 << 30), length * row // layers)]
+        writes = [round(each, 2) for each in plain_writes(min(count * length * row, 4 << 30), length * row // layers)]
         rounds.append({**speeds, WRITES: writes, "load_average": round(os.getloadavg()[0], 2)})
         print(json.dumps(rounds[-1]), flush=True)
     for pipe in set(pipes.values()):

@@ -268,8 +268,8 @@ def lens_tasks(llm: Any, params: Any, steering_vector: Any) -> dict[str, Task]:
 
 
 ENGINE: dict[str, Any] = {
-    "dtype": "float32", "enforce_eager": DEVICE == "cpu", "disable_log_stats": True, "max_num_seqs": 256,
+    "dtype": "float32", "enforce_eager": DEVICE == "cpu", "disable_log_stats": True,
     "max_logprobs": -1, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
-    **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30} if DEVICE == "cuda" else {}),
+    **({"max_num_seqs": 256} if DEVICE == "cpu" else {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}),
 }  # fmt: skip
 """Arguments of both engines."""

@@ -100,7 +100,8 @@ def main() -> None:
     parser.add_argument("--beside", default="nothing", help="other load on the machine, for the record")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if DEVICE == "cuda" else "0")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
     torch.set_num_threads(args.threads)
     make, packages = CASES[args.case]
     stored = json.loads(args.out.read_text()) if args.out.exists() else {}

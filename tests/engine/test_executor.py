@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of rows of several pipeline stages on one output, and of the choice of the executor."""
+"""Tests of rows on outputs, of the buffers that they arrive in, and of the choice of the executor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_steer.capture.step_plan import CapturePlan, RowStream
-from vllm_steer.capture.step_rows import RowIndex
+from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.config import EXECUTOR_CLS, choose_executor, rows_of_all_stages
+from vllm_steer.engine import device_to_host
 from vllm_steer.engine.device_to_host import PendingRows
 from vllm_steer.engine.executor import RowAggregator
 from vllm_steer.engine.model_output import ROWS_ATTRIBUTE, AsyncOutput, attach_rows
@@ -66,8 +67,46 @@ def test_attaches_no_rows_to_the_shared_empty_output() -> None:
 class Event:
     """A copy that has completed."""
 
+    def record(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
+
+
+class Copier(device_to_host.DeviceToHostCopier):
+    """A copier to pageable memory."""
+
+    def step(self, value: int, rows: int = 8) -> StepRows:
+        """Return the rows of a step, all with one value."""
+        one = np.ones(1, dtype=np.int64)
+        index = RowIndex(("a",), ((0,),))
+        plan = CapturePlan((RowStream(index, 0 * one, None),), 0 * one, rows * one, rows)
+        some = torch.empty(32, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
+        buffers = self._free.popleft() if self._free else device_to_host._PinnedBuffers(*some, Event())
+        given = {b"": torch.full((rows, 4), value, dtype=torch.uint8)}
+        (step,) = self._copy(given, None, plan, buffers, torch.Tensor.copy_).wait()
+        return step
+
+
+def test_large_rows_keep_their_buffers_until_they_are_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows that a later step overwrites while they are sent, a copy of each, and buffers without a bound."""
+    monkeypatch.setattr(device_to_host, "_LENT_BYTES", 32)
+    copier = Copier(torch.device("cpu"))
+    steps = [copier.step(value) for value in range(6)]
+    assert [step.rows.flags.owndata for step in steps] == [False] * 4 + [True] * 2
+    assert [set(step.rows.ravel().tolist()) for step in steps] == [{value} for value in range(6)]
+    assert len(copier._free) == 1, "the buffers of a copy were not used again"
+    sent = steps[3].rows[1:].data.cast("B")
+    del steps
+    assert len(copier._free) == 4
+    assert copier.step(9, rows=7).rows.flags.owndata, "small rows have memory of their own"
+    others = [copier.step(8) for _ in range(5)]
+    assert [step.rows.flags.owndata for step in others] == [False] * 3 + [True] * 2
+    assert set(sent) == {3}
+    sent.release()
+    del others
+    assert len(copier._free) == 5 and not copier._lent
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ projections, the product of the rows with its directions replaces the copy, so o
 The result then goes to pinned memory on a side stream, with one device-to-host copy per :class:`Transfer`, however many
 sites and requests the step has. A small result stays on the main stream, which saves the host the switch to another
 one. Rows are split by request only after they have arrived, off the thread that launches the next step whenever vLLM
-processes outputs asynchronously.
+processes outputs asynchronously. The rows of a large step leave in their pinned buffers, which return to the pool when
+nothing refers to them: with one worker, vLLM waits for the rows in the thread that schedules, and a copy to new memory
+took more of its time there than all else (one layer of an 8B model: 50 ms per 8,192 tokens on the host of an H200).
 
 The side stream must not run kernels: once a second stream has run any, an H200 takes longer between the kernels of
 every CUDA graph until the process ends.
@@ -14,9 +16,11 @@ every CUDA graph until the process ends.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,6 +37,8 @@ Products: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor]
 _MAX_CACHED_UPLOADS = 64
 SMALL_BYTES = 64 << 10
 """Size of a step's rows up to which they are copied on the main stream."""
+_LENT_BYTES, _MAX_LENT = 1 << 20, 4
+"""Size of a step's rows from which they leave in their buffers, and most buffers that are out at one time."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,9 @@ class PendingRows:
         rows: By projection, ``[n, bytes of a row]`` uint8 host tensors, valid once ``event`` has completed.
         position: ``[tokens]`` int64, the positions on the device; required if ``plan`` is an :class:`UncertainPlan`.
         event: CUDA event of the copy, None if the rows have already arrived.
-        release: Called after the rows were read, to reuse their buffers. None if the rows own their memory.
+        release: Called after the rows were copied, to reuse their buffers. None if the rows own their memory.
+        lend: Called with the array of the rows instead; it returns whether the array may keep its buffers until it is
+            garbage. None if the rows own their memory.
     """
 
     plan: CapturePlan | UncertainPlan
@@ -68,6 +76,7 @@ class PendingRows:
     position: torch.Tensor | None = None
     event: Any = None
     release: Callable[[], None] | None = None
+    lend: Callable[[npt.NDArray[np.uint8]], bool] | None = None
 
     def wait(self) -> tuple[StepRows, ...]:
         """Wait for the copy and return the rows, one :class:`StepRows` per projection, each owning its memory."""
@@ -79,19 +88,20 @@ class PendingRows:
             if self.position is None:
                 raise RuntimeError("rows of a step with draft tokens were sent without their positions")
             plan = plan.plan_at(self.position.numpy()[plan.token].tolist())
+        arrived = {projection: rows.numpy() for projection, rows in self.rows.items()}
+        lent = self.lend is not None and len(arrived) == 1 and self.lend(*arrived.values())
         steps = []
         for stream in plan.streams:
-            rows = self.rows[stream.index.projection].numpy()
+            rows = arrived[stream.index.projection]
             if not certain:
                 rows = rows[: plan.num_rows] if stream.arena_rows is None else rows[stream.arena_rows]
-            steps.append(plan.make_step_rows(stream, self._owned(rows)))
-        if self.release is not None:
+            if self.release is not None and not lent and not rows.flags.owndata:
+                # NumPy copies on this thread; torch's copy threads would contend with the one that launches steps.
+                rows = rows.copy()
+            steps.append(plan.make_step_rows(stream, rows))
+        if self.release is not None and not lent:
             self.release()
         return tuple(steps)
-
-    def _owned(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        # NumPy copies on this thread; torch's copy threads would contend with the thread that launches the next step.
-        return rows if self.release is None else rows.copy()
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class _PinnedBuffers:
 class DeviceToHostCopier:
     """Starts the copies of captured rows and pools the pinned buffers they go to.
 
-    The pool holds as many buffers as steps are in flight at one time, which is two or three.
+    The pool holds as many buffers as steps are in flight at one time, which is two or three, and those that were lent.
     """
 
     def __init__(self, device: torch.device, make_products: Products = products_at) -> None:
@@ -118,6 +128,7 @@ class DeviceToHostCopier:
         self._make_products = make_products
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: deque[_PinnedBuffers] = deque()
+        self._lent: deque[None] = deque()  # an element per buffer; unlike a number, it is changed by several threads
         # The last uploaded row indices of each projection: a steady batch uses the same array in every step.
         self._uploads: dict[bytes, tuple[IntArray, torch.Tensor]] = {}
 
@@ -175,7 +186,21 @@ class DeviceToHostCopier:
             begin = end
         host = None if position is None else copy(buffers.position[: len(position)], position, non_blocking=True)
         buffers.event.record()
-        return PendingRows(plan, rows, host, buffers.event, lambda: self._free.append(buffers))
+        release, lend = partial(self._free.append, buffers), partial(self._lend, buffers)
+        return PendingRows(plan, rows, host, buffers.event, release, lend)
+
+    def _lend(self, buffers: _PinnedBuffers, rows: npt.NDArray[np.uint8]) -> bool:
+        """Leave buffers to the array of their rows until it is garbage, unless it is small or too many are out."""
+        if rows.nbytes < _LENT_BYTES or len(self._lent) >= _MAX_LENT:
+            return False
+
+        def take_back() -> None:
+            self._free.append(buffers)
+            self._lent.pop()
+
+        self._lent.append(None)
+        weakref.finalize(rows, take_back).atexit = False
+        return True
 
     def _gather(self, stored: torch.Tensor, transfer: Transfer) -> torch.Tensor:
         """Return a new tensor ``[n, bytes of a row]`` uint8 with the rows of one transfer."""
