@@ -216,7 +216,21 @@ def harvested(name: str, shown: str) -> Aim:
         return Figure(values, [(name, result)]) if fits("captured steps", result) else None
 
     bound = Bound(low=0.95)
-    return Aim(f"harvest, {shown}", "rows per prompt token", bound, "captured steps", figure, ("one layer",))
+    return Aim(
+        f"harvest, {shown}", "rows per prompt token", bound, "captured steps", figure, ("one layer",), has_note=True
+    )
+
+
+def dosed(fits: Fits) -> Figure | None:
+    """Return how many times as fast as HF Transformers a curve of doses is, by the interface that asks for it."""
+    name = "gpu-doses.json"
+    if not names(name):
+        return None
+    result = read(name)
+    ratios = {case: each["tasks"]["doses"]["ratio_in_this_run"] for case, each in result["cases"].items()}
+    values = {case.removeprefix("vllm-steer "): 1 / ratio for case, ratio in ratios.items()}
+    about = {"environment": result["setup"], "note": result["setup"].get("note")}
+    return Figure(values, [(name, about)]) if fits("steered steps", about) else None
 
 
 def peers(fits: Fits) -> Figure | None:
@@ -295,6 +309,8 @@ AIMS: Sequence[Aim] = (
     Aim("patching on a GPU", "cells per second", None, "patching", patching, form="{:.1f} cells/s",
         has_note=True),
     harvested("gpu-harvest-llama-8b.json", "llama-8b"),
+    Aim("9 doses of 64 prompts on a GPU, chat model", "times the cells per second of HF Transformers", Bound(low=10),
+        "steered steps", dosed, form="{:.1f}", has_note=True),
     Aim("peers beside this project, ratio to their stock vLLM", "throughput", None, "captured steps", peers),
     Aim("GPU tests", "runs", Bound(1, text="all pass"), "captured steps", tested),
     *(front_end(way) for way in FRONT_END_WAYS),
