@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -21,11 +21,13 @@ from vllm_steer.capture.step_rows import MAX_NUMBERS, IntArray
 from vllm_steer.program import Program
 from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.records import STOP_REASON_PREFIX
-from vllm_steer.request.selector import Interval
+from vllm_steer.request.selector import Interval, Selector
 
 _encode = msgspec.json.Encoder().encode
 _NUMBER = re.compile(rb"\d+(?:\.0)?")
 _END = b"]}"
+_SHAPES = "_readout_shapes"
+"""Attribute of a program for :func:`_shapes`: many requests have the same program."""
 _MAX_POSITIONS = 8
 """Tokens of an event up to which numbers are formatted with those of other requests, however wide records are."""
 
@@ -45,8 +47,8 @@ class ReadoutStream:
         self._prompt_len = prompt_len
         self._width = program.layout.width
         self._max_positions = max(_MAX_POSITIONS, MAX_NUMBERS // max(1, self._width))
-        self._groups = list(_groups(program, prompt_len))
-        self._indices = set[int]().union(*(group.template.indices for group in self._groups))
+        self._groups = [_Group(selector.intervals(prompt_len), shape) for selector, shape in _shapes(program)]
+        self._indices = set[int]().union(*(group.shape.template.indices for group in self._groups))
         self._next_chunk = 0
         self._next_position = 0
 
@@ -128,10 +130,10 @@ class ReadoutStream:
         found = {}
         for group in self._groups:
             wanted = _inside(positions, group.intervals)
-            if group.part:
-                wanted &= _columns(records, group.part, 1)[:, 0] != 0
+            if group.shape.part:
+                wanted &= _columns(records, group.shape.part, 1)[:, 0] != 0
             chosen, rows = positions[wanted], records[wanted]
-            for readout, column in group.members:
+            for readout, column in group.shape.members:
                 found[readout.name] = _values(readout, chosen.copy(), _columns(rows, column, readout.width))
         return found
 
@@ -195,21 +197,20 @@ def _template(members: _Members, width: int) -> _Template:
     return _Template(arrays, parts, itemgetter(*columns), frozenset(each for each in indices if each < width))
 
 
-class _Group:
-    """Consecutive readouts of a request that return the same tokens.
+class _Shape(NamedTuple):
+    """Consecutive readouts of a program that return the same tokens."""
 
-    Args:
-        intervals: Positions that they return.
-        part: Column that is 0 for other tokens; 0 for none.
-        members: The readouts with their first columns.
-        width: Number of columns of a record.
-    """
+    part: int
+    """Column that is 0 for other tokens; 0 for none."""
+    members: _Members
+    template: _Template
 
-    def __init__(self, intervals: tuple[Interval, ...], part: int, members: _Members, width: int) -> None:
-        self.intervals, self.part, self.members = intervals, part, members
-        # Selectors can be lists, which have no hash; the text does not depend on them.
-        key = tuple((msgspec.structs.replace(readout, tokens="all"), first) for readout, first in members)
-        self.template = _template(key, width)
+
+class _Group(NamedTuple):
+    """Consecutive readouts of a request, at the positions that they return."""
+
+    intervals: tuple[Interval, ...]
+    shape: _Shape
 
     def covers_any(self, first: int, stop: int) -> bool:
         """Return whether the readouts may return a position from ``first`` up to ``stop``."""
@@ -220,7 +221,7 @@ class _Group:
 
     def fill(self, first: int, records: list[list[bytes]]) -> bytes:
         """Return the members of a JSON object with the numbers of consecutive records; empty if none is returned."""
-        part = self.part
+        part, _, template = self.shape
         if part or len(records) > 1:
             records = [
                 numbers
@@ -229,7 +230,6 @@ class _Group:
             ]
             if not records:
                 return b""
-        template = self.template
         if len(records) == 1:
             parts = template.parts.copy()
             parts[1::2] = template.choose(records[0])
@@ -246,13 +246,20 @@ class _Group:
         return b"".join((*parts, _END))
 
 
-def _groups(program: Program, prompt_len: int) -> Iterator[_Group]:
-    layout = program.layout
-    readouts = zip(program.readouts, layout.readouts, strict=True)
-    for (_, parts), group in groupby(readouts, lambda each: (each[0].tokens, each[0].parts)):
-        members = tuple(group)
-        intervals = members[0][0].selector.intervals(prompt_len)
-        yield _Group(intervals, layout.parts[parts] if parts else 0, members, layout.width)
+def _shapes(program: Program) -> list[tuple[Selector, _Shape]]:
+    """Return the selector of each group, and its attributes that do not depend on the prompt."""
+    found: list[tuple[Selector, _Shape]] | None = vars(program).get(_SHAPES)
+    if found is None:
+        layout, found = program.layout, []
+        readouts = zip(program.readouts, layout.readouts, strict=True)
+        for (_, parts), group in groupby(readouts, lambda each: (each[0].tokens, each[0].parts)):
+            members = tuple(group)
+            # Selectors can be lists, which have no hash; the text does not depend on them.
+            key = tuple((msgspec.structs.replace(readout, tokens="all"), first) for readout, first in members)
+            part = layout.parts[parts] if parts else 0
+            found.append((members[0][0].selector, _Shape(part, members, _template(key, layout.width))))
+        vars(program)[_SHAPES] = found
+    return found
 
 
 def _values(readout: CompiledReadout, positions: IntArray, columns: FloatArray) -> Readouts:

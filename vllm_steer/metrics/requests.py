@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import Any
 
 from vllm_steer.errors import SteeringError
@@ -33,10 +32,11 @@ def count_request(model_name: str, sampling_params: Any) -> None:
         return
     kind = "_".join(name for name, parts in (("steered", program.edits), ("captured", program.captures)) if parts)
     add("requests", model_name=model_name, kind=kind or "plain")
-    for edit, number in Counter(KIND_OF[step.code] for step in program.edits).items():
-        add("edits", number, model_name=model_name, kind=edit)
-    for readout, number in Counter(each.kind.name for each in program.readouts).items():
-        add("readouts", number, model_name=model_name, kind=readout)
+    edits: list[str] = [KIND_OF[step.code] for step in program.edits]
+    readouts: list[str] = [each.kind.name for each in program.readouts]
+    for key, kinds in (("edits", edits), ("readouts", readouts)):
+        for each in set(kinds):
+            add(key, kinds.count(each), model_name=model_name, kind=each)
 
 
 def count_gates(model_name: str, covered: int, opened: int) -> None:

@@ -182,7 +182,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     @cached_property
     def zero_edits(self) -> tuple[str, ...]:
         """Paths of the edits whose vector is zero, which change nothing."""
-        zero = {index for index in range(len(self.vectors)) if not self.vector(index).any()}
+        zero = {index for index in range(len(self.vectors)) if not np.count_nonzero(self.vector(index))}
         return tuple(
             dict.fromkeys(
                 self.edit_source(i)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Protocol, TypeGuard
 
 import msgspec
@@ -116,8 +117,14 @@ class CapturedRows(Protocol):
 
 def is_captured(value: object) -> TypeGuard[CapturedRows]:
     """Return whether ``value`` is the result of a capture."""
+    kind: Any = type(value)
+    return _is_result_type(kind)
+
+
+@lru_cache(maxsize=64)
+def _is_result_type(kind: Any) -> bool:
     # The property `sites` of a failed capture raises an error, so it is not read.
-    names = {*dir(type(value)), *getattr(type(value), "__dataclass_fields__", ())}
+    names = {*dir(kind), *getattr(kind, "__dataclass_fields__", ())}
     return names.issuperset(("status", "error", "sites"))
 
 

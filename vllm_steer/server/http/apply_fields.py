@@ -190,8 +190,10 @@ def refuse_fields(request: Any, reason: str) -> None:
 
 def _refuse_misspelled(request: Any) -> None:
     """Raise SteeringError for names that would be ignored: misspelt ones, and fields of other projects."""
-    unknown, xargs = request.model_extra or {}, getattr(request, "vllm_xargs", None) or {}
-    known = {name: value for name in _IGNORED_KEYS if (value := getattr(request, name, None))}
+    unknown = request.model_extra or {}
+    given = {**unknown, **vars(request)}  # pydantic's getattr of a field that a class lacks takes long
+    xargs = given.get("vllm_xargs") or {}
+    known = {name: value for name in _IGNORED_KEYS if (value := given.get(name))}
     if not unknown and not xargs and not known:
         return
     context = current_request.get()
