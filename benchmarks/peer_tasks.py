@@ -12,7 +12,8 @@ PROMPTS, LENGTH, BATCH = 256, 24, 32
 GRID_LENGTH = 16
 STEERED, NEW_TOKENS, STEERED_LAYER, READ_LAYER = 64, 16, 1, 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DOSED, DOSES = 64 if DEVICE == "cuda" else 8, [step / 4 for step in range(9)]
+DOSED, STEPS = (64, 8) if DEVICE == "cuda" else (8, 24)
+DOSES = [2 * step / STEPS for step in range(STEPS + 1)]
 Task = Callable[[], torch.Tensor]
 Tasks = Mapping[str, Task]
 

@@ -8,7 +8,7 @@
 
 Each case runs in a process of its own, and those of peers in an environment that has the peer. Tasks: the output of
 each layer at all tokens of prompts; a patching grid of layers and positions; generation in which each request has its
-own steering vector and returns the output of a layer; and generation with nine doses of one vector. Prompts have equal
+own steering vector and returns the output of a layer; and generation with many doses of one vector. Prompts have equal
 lengths, so that no case pads. Results are seconds, the minimum of all runs: a case that runs again keeps its faster
 times. HF Transformers takes turns with each case in one process, for the ratio of the latest run. Answers are compared
 with its answers, and the largest difference is stored; of generated tokens, whose choice may differ in near ties, only
