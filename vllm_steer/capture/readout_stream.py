@@ -143,8 +143,8 @@ class ReadoutStream:
             for column in self._indices:
                 numbers[column] = numbers[column][:-2]  # an integer
             numbers[self._width :] = (b"%d" % position,)  # records are as wide as the widest of their step
-        members = [filled for group in covering if (filled := group.fill(first, records))]
-        return b"{%b}" % b",".join(members) if members else b""
+        members = b",".join(filter(None, [group.fill(first, records) for group in covering]))
+        return b"{%b}" % members if members else b""
 
 
 _Members = tuple[tuple[CompiledReadout, int], ...]

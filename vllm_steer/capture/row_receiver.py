@@ -123,15 +123,17 @@ class RowReceiver:
             if not found:
                 # A step with a later token is not taken as a whole.
                 taken = number if end == stop else number - 1
-            found += [step.record_json(row + each) for each in range(position, max(start, first) - 1, -1)]
-            position = start - 1
+            while position >= first and position >= start:
+                found.append(step.record_json(row + position))
+                position -= 1
             if position < first:
                 break
         else:
             return None
         if take:
             self._num_taken[request_id] = max(taken, self._num_taken.get(request_id, 0))
-        return found[::-1]
+        found.reverse()
+        return found
 
     def flush(self, request_id: str) -> None:
         """Pass the buffered rows of a request to its assembler."""

@@ -100,8 +100,10 @@ class _Chunk(msgspec.Struct, kw_only=True):
                 feed = context.readouts.get(choice.index)
                 if feed is not None:
                     values, trace = feed.take_fields(last=choice.finish_reason is not None)
-                    choice.readouts = Raw(values) if values else UNSET
-                    choice.steering_trace = Raw(trace) if trace else UNSET
+                    if values:
+                        choice.readouts = Raw(values)
+                    if trace:
+                        choice.steering_trace = Raw(trace)
         return _encoder.encode(self).decode()
 
 
