@@ -318,7 +318,7 @@ def speed(page: str) -> Callable[[], str]:
             )
             for name in chosen
         ]
-        runs = " or ".join(sorted({str(cases[ours]["tasks"][task]["runs"]) for task in tasks}))
+        runs = " or ".join(map(str, sorted({cases[ours]["tasks"][task]["runs"] for task in tasks})))
         return (
             f"Seconds, and in brackets their ratio to vllm-steer, on {about['threads']} CPU thread with "
             f"`{about['model']}` (6 layers, hidden size 256) in\nfloat32: the minimum of {runs} runs, and the largest "
