@@ -184,7 +184,7 @@ export class Probes extends View {
 		return html`<div>
 			<${PromptForm} settings=${settings} title="Run" run=${run} stop=${() => turn.value.stop()} running=${running} />
 			<section aria-label="Probes">
-				${rack.value.length ? null : html`<p class="hint">Add a probe. Tokens are coloured by its value while they stream.</p>`}
+				${rack.value.length ? null : html`<p class="hint">Add a probe: it colours tokens as they stream, and can stop or steer them.</p>`}
 				${rack.value.map((each) => html`<${Probe} key=${each.name} item=${each} />`)}
 				<div class="row">
 					${choices.length

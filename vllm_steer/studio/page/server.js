@@ -43,7 +43,7 @@ function refusals(found) {
 	}
 	if (found.no_capture) rows.push(["all points", "all", "read", found.no_capture]);
 	if (found.mixed_head) rows.push(["lens", "all", "read", found.mixed_head]);
-	if (found.no_plain_code) rows.push(["plain code", "all", "", found.no_plain_code]);
+	if (found.no_plain_code) rows.push(["stock code when idle", "all", "", found.no_plain_code]);
 	for (const conflict of found.conflicts.filter((each) => each.present)) rows.push([conflict.setting, "", "", conflict.reason]);
 	for (const why of found.unproven) rows.push(["unproven", "", "", why]);
 	return rows;

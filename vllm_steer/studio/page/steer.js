@@ -223,7 +223,7 @@ export class Steer extends View {
 		return html`<div class="steer">
 			<${PromptForm} settings=${settings} title="Run both" run=${run} stop=${stop} running=${running} />
 			<section aria-label="Edits">
-				${strengths.value.length ? null : html`<p class="hint">Add an edit. Its slider acts in the running stream.</p>`}
+				${strengths.value.length ? null : html`<p class="hint">Add a module or a vector; its slider acts in the running stream.</p>`}
 				${strengths.value.map((item) => html`<${Slider} key=${item.name} item=${item} />`)}
 				<div class="row">
 					${modules.value.length
@@ -232,7 +232,7 @@ export class Steer extends View {
 						: html`<${NoModules} />`}
 					<${Button} class="quiet" onClick=${refresh}>Refresh modules<//>
 				</div>
-				<${Field} label="Expression instead of edits" value=${expression} hint="modules in doses, such as 0.2 calm - 0.1 formal" />
+				<${Field} label="Expression instead of edits" value=${expression} hint=${`doses of modules, such as 0.2 ${choices()[0]?.[0] ?? "calm"}`} />
 				<details>
 					<summary>Paste or open a vector</summary>
 					<${Field} label="Vector or edits (JSON)" kind="textarea" rows="3" value=${pasted} spellcheck="false" />

@@ -65,7 +65,7 @@ export class Traffic extends View {
 		const sums = now.value;
 		const of = (from, row) => from?.get(row.slice(1).join(" ")) ?? 0;
 		return html`<div>
-			<p class="hint">Counts of all clients since the server began, every two seconds. Each cell of a study is a request. The server does not show the requests of others.</p>
+			<p class="hint">Counts of all clients since the server began; each cell of a study is a request. Texts are not shown.</p>
 			<${Alert} text=${problem.value} />
 			${sums
 				? html`<${Table}
