@@ -12,15 +12,11 @@ import msgspec
 import numpy as np
 
 from vllm_steer.testing.fuzz.compare import Counts, Tolerance
-from vllm_steer.testing.fuzz.conversations import find_wrong_part
 from vllm_steer.testing.fuzz.draw import draw_requests, draw_settings
 from vllm_steer.testing.fuzz.drive import Run, run
 from vllm_steer.testing.fuzz.model import engine, facts_of, reference_settings, with_points
 from vllm_steer.testing.fuzz.shrink import Comparator, shrink
 from vllm_steer.testing.fuzz.workload import Request, Settings, Workload
-
-CONVERSATIONS = 200
-"""Conversations of each round."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +103,6 @@ class Session:
         return self.minutes is not None and time.monotonic() - started > 60 * self.minutes
 
     def _round(self, number: int, report: Report, over: Callable[[], bool]) -> None:
-        conversations = np.random.default_rng([self.seed, number, 1])
-        if wrong := [found for found in (find_wrong_part(conversations) for _ in range(CONVERSATIONS)) if found]:
-            self._record(report, number, {"": wrong[0]}, reference_settings(), [], None)
-            return
         rng = np.random.default_rng([self.seed, number])
         drawn = draw_requests(rng, self.requests, self._facts)
         all_settings = [draw_settings(rng, self._facts, self.graphs) for _ in range(self.settings_per_round)]

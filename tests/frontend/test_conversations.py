@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzzer's oracle of conversations."""
+"""Parts of random conversations, beside an oracle that knows them from how it drew the tokens."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from tests.frontend import conversations
+from tests.frontend.conversations import find_wrong_part
 from vllm_steer.frontend.roles import RoleTokens
-from vllm_steer.testing.fuzz import conversations
-from vllm_steer.testing.fuzz.conversations import find_wrong_part
 
 
 def test_parts_of_random_conversations() -> None:
