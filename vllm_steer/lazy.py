@@ -17,13 +17,15 @@ def imported_on_use(
 
     Args:
         package: Name of the package.
-        modules: The module of each public name, relative (``.model``) or absolute.
+        modules: The public names of each module, separated by spaces; modules are relative (``.model``) or absolute.
         refused: Reasons by name of names that raise SteeringError.
     """
 
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
+
     def find(name: str) -> Any:
-        if name in modules:
-            return getattr(import_module(modules[name], package), name)
+        if name in module_of:
+            return getattr(import_module(module_of[name], package), name)
         if refused and name in refused:
             raise SteeringError(name, refused[name])
         raise AttributeError(f"module {package} has no attribute {name}")

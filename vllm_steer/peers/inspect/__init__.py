@@ -31,16 +31,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "VllmSteerAPI": ".api",
-    "add_alias": ".registry",
-    "StoredTensor": ".rows",
-    "read_activations": ".rows",
-    "LinearProbe": ".scorers",
-    "auroc": ".scorers",
-    "probe_score": ".scorers",
-    "probe_scorer": ".scorers",
-    "ask_oracle": ".solvers",
-    "steer": ".solvers",
+    ".api": "VllmSteerAPI",
+    ".registry": "add_alias",
+    ".rows": "StoredTensor read_activations",
+    ".scorers": "LinearProbe auroc probe_score probe_scorer",
+    ".solvers": "ask_oracle steer",
 }
 
 __getattr__ = imported_on_use(__name__, _MODULES)

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "FilesystemCaptureRequest", "SamplingParams", "translate_fields"]
 
 _MODULES = {
-    "FilesystemCaptureRequest": ".fields",
-    "LLM": ".offline",
-    "SamplingParams": ".offline",
-    "translate_fields": ".fields",
+    ".fields": "FilesystemCaptureRequest translate_fields",
+    ".offline": "LLM SamplingParams",
 }
 
 __getattr__ = imported_on_use(__name__, _MODULES)

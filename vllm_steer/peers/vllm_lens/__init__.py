@@ -30,14 +30,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "LLM": ".offline",
-    "SamplingParams": ".offline",
-    "activations_of": ".offline",
-    "SteeringVector": ".keys",
-    "VLLMLensClient": ".client",
-    "decode_activations": ".tensors",
-    "deserialize_tensor": ".tensors",
-    "serialize_tensor": ".tensors",
+    ".offline": "LLM SamplingParams activations_of",
+    ".keys": "SteeringVector",
+    ".client": "VLLMLensClient",
+    ".tensors": "decode_activations deserialize_tensor serialize_tensor",
 }
 
 __getattr__ = imported_on_use(__name__, _MODULES, REFUSALS["vllm-lens"][NAME])
