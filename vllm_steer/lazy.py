@@ -20,7 +20,6 @@ def imported_on_use(
         modules: The public names of each module, separated by spaces; modules are relative (``.model``) or absolute.
         refused: Reasons by name of names that raise SteeringError.
     """
-
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def find(name: str) -> Any:
