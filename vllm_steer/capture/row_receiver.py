@@ -76,7 +76,7 @@ class RowReceiver:
             finalizer = self._assemblers[request_id] = weakref.finalize(assembler, self.forget, request_id)
             finalizer.atexit = False
             # Buffered rows under this id belong to an earlier request.
-            if any(request_id in step.index.entries_by_request for step in self._steps):
+            if any(request_id in step.index.only_entry for step in self._steps):
                 self._num_taken[request_id] = len(self._steps)
 
     def receive(self, outputs: Sequence[Any]) -> Sequence[Any]:
@@ -209,7 +209,7 @@ class RowReceiver:
         for step in self._steps[self._num_taken.get(request_id, 0) :]:
             index = step.index
             starts, counts, offsets = step.extents
-            for entry in index.entries_by_request.get(request_id, ()):
+            for entry in index.entries_of(request_id):
                 codes, start = index.codes[entry], starts[entry]
                 key = index.projection, () if index.projection == RECORDS else codes
                 run = latest.get(key)

@@ -56,7 +56,17 @@ class RowIndex:
     @cached_property
     def only_entry(self) -> dict[str, int]:
         """Number of each request's entry; -1 for a request with several."""
-        return {name: entries[0] if len(entries) == 1 else -1 for name, entries in self.entries_by_request.items()}
+        found = dict(zip(self.request_ids, range(len(self.request_ids)), strict=True))
+        if len(found) < len(self.request_ids):
+            found.update({name: -1 for name, entries in self.entries_by_request.items() if len(entries) > 1})
+        return found
+
+    def entries_of(self, request_id: str) -> Sequence[int]:
+        """Return the numbers of a request's entries."""
+        entry = self.only_entry.get(request_id)
+        if entry is None:
+            return ()
+        return (entry,) if entry >= 0 else self.entries_by_request[request_id]
 
     @cached_property
     def encoded(self) -> bytes:

@@ -175,7 +175,7 @@ class SelfCheckRunner:
     def _rows(self, step: StepRows, name: str) -> dict[Site, Rows]:
         dtype = self._steering.tables.arena.dtype
         found: dict[Site, Rows] = {}
-        for entry in step.index.entries_by_request.get(name, ()):
+        for entry in step.index.entries_of(name):
             codes, start, count = step.index.codes[entry], int(step.start[entry]), int(step.count[entry])
             rows = torch.from_numpy(step.rows_of(entry).copy()).view(dtype).double().numpy()
             rows = rows.reshape(count, len(codes), -1)
