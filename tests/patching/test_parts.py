@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from vllm_steer import SteeringError
-from vllm_steer.patching.alignment import align, read_alignment
-from vllm_steer.patching.axes import read_layers, read_positions, tile, windows
+from vllm_steer.patching.axes import align, read_alignment, read_layers, read_positions, tile, windows
 from vllm_steer.patching.metrics import LogProbs, Targets, check_gaps, divergence
 from vllm_steer.patching.settings import read_corruption
 from vllm_steer.patching.statistics import summarise

@@ -61,18 +61,19 @@ def merge_centring(ranks: Sequence[Centring]) -> Centring:
     return ranks[0] if len(set(ranks)) == 1 else "unknown"
 
 
-def subtracts_means(config: Mapping[str, Any], centring: Centring, refuse: Callable[[str], SteeringError]) -> bool:
+def subtracts_means(
+    described: Sequence[Mapping[str, Any]], centring: Centring, refuse: Callable[[str], SteeringError]
+) -> bool:
     """Return whether an autoencoder of SAELens was trained on rows minus their mean.
 
     Args:
-        config: The autoencoder's configuration.
+        described: The autoencoder's configuration, and the metadata in it.
         centring: How ``center_writing_weights`` changes rows of the engine's model.
         refuse: Returns the error for a problem.
 
     Raises:
         SteeringError: The configuration has the setting, and its effect on these rows is not known.
     """
-    described = [each for each in (config, config.get("metadata")) if isinstance(each, dict)]
     loading = [each.get("model_from_pretrained_kwargs") for each in described]
     if not any(isinstance(each, dict) and each.get("center_writing_weights") for each in loading):
         return False

@@ -119,7 +119,7 @@ def _encoder_of(files: SaeFiles, hidden: int, features: int, centring: Centring)
         "gemma-scope": _read_gemma_scope,
         "gemma-scope-2": _read_gemma_scope,
     }[files.form](files, hidden, features)
-    if files.form == "saelens" and subtracts_means(files.config, centring, files.refuse):
+    if files.form == "saelens" and subtracts_means(files.described, centring, files.refuse):
         made = without_row_means(made)
     arrays = (made.weights, made.bias, made.subtracted, made.threshold, made.scale, made.magnitude_bias)
     if not all(np.isfinite(each).all() for each in arrays if each is not None):
@@ -136,9 +136,8 @@ def _refuse_transcoder(files: SaeFiles, hidden: int) -> None:
         if not any(sites[0]):
             raise files.refuse("config.json must contain equal hf_hook_point_in and hf_hook_point_out")
     elif files.form == "saelens":
-        described = [each for each in (config, config.get("metadata")) if isinstance(each, dict)]
-        read = next((each["hook_name"] for each in described if each.get("hook_name")), None)
-        sites += [(read, each["hook_name_out"]) for each in described if each.get("hook_name_out")]
+        read = next((each["hook_name"] for each in files.described if each.get("hook_name")), None)
+        sites += [(read, each["hook_name_out"]) for each in files.described if each.get("hook_name_out")]
     if (
         any(first != second for first, second in sites)
         or config.get("affine_connection")
@@ -196,17 +195,15 @@ def _read_sparsify(files: SaeFiles, hidden: int, features: int) -> SparseEncoder
 
 def _read_saelens(files: SaeFiles, hidden: int, features: int) -> SparseEncoder:
     config = files.config
-    metadata = config.get("metadata")
     normalization = config.get("normalize_activations", "none")
     if normalization not in ("none", False, None):
         raise files.refuse(f"normalize_activations {shown(normalization)} is not supported; fold it into the weights")
-    described = [each for each in (config, metadata) if isinstance(each, dict)]
-    hooks = [str(each[key]) for each in described for key in _HOOK_KEYS if each.get(key)]
+    hooks = [str(each[key]) for each in files.described for key in _HOOK_KEYS if each.get(key)]
     # Old files of SAELens do not have the setting, which follows from the hook.
     reshaped = "hook_z" if any("hook_z" in hook for hook in hooks) else "none"
     if config.get("reshape_activations", reshaped) not in ("none", None):
         raise files.refuse("reshape_activations is not supported: such rows (hook_z) are not rows of the stream")
-    if any(each.get(key) is not None for each in described for key in _HEAD_KEYS):
+    if any(each.get(key) is not None for each in files.described for key in _HEAD_KEYS):
         raise files.refuse("autoencoders of one attention head are not supported")
     architecture = config.get("architecture", "standard")
     function = config.get("activation_fn", config.get("activation_fn_str", "relu"))

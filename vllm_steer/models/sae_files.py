@@ -81,6 +81,11 @@ class SaeFiles:
         return np.ascontiguousarray(found.T) if transposed else found
 
     @property
+    def described(self) -> list[Mapping[str, Any]]:
+        """The configuration, and SAELens's metadata in it."""
+        return [each for each in (self.config, self.config.get("metadata")) if isinstance(each, dict)]
+
+    @property
     def weights(self) -> tuple[str, bool]:
         """Name of the encoder's weights, and whether they are ``[features, hidden]``."""
         if self.form == "sparsify":

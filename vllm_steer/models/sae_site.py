@@ -58,7 +58,7 @@ def read_site(folder: str, field: str) -> SaeSite:
 def check_model(folder: str, field: str, models: Iterable[str]) -> None:
     """Raise SteeringError if an autoencoder was made for a model with another name than each of ``models``."""
     files = open_files(folder, field)
-    made_for = next((each["model_name"] for each in _described(files) if isinstance(each.get("model_name"), str)), None)
+    made_for = next((each["model_name"] for each in files.described if isinstance(each.get("model_name"), str)), None)
     names = list(dict.fromkeys(models))
     if made_for and plain_name(made_for) not in map(plain_name, names):
         raise files.refuse(
@@ -73,13 +73,9 @@ def models_of(model_config: Any) -> list[str]:
     return [str(model_config.model), *([served] if isinstance(served, str) else served or ())]
 
 
-def _described(files: SaeFiles) -> list[Mapping[str, Any]]:
-    return [each for each in (files.config, files.config.get("metadata")) if isinstance(each, dict)]
-
-
 def _named(files: SaeFiles, folder: Path) -> tuple[str | None, int | None]:
     """Return the name of the hook point and the layer beside it."""
-    described = _described(files)
+    described = files.described
     name = next((each[key] for each in described for key in _HOOK_KEYS if isinstance(each.get(key), str)), None)
     layer = next((int(each[key]) for each in described for key in _LAYER_KEYS if is_integer(each.get(key))), None)
     if files.form == "sparsify" and name is None:

@@ -12,8 +12,7 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_STUDY_POSITIONS
-from vllm_steer.patching.alignment import Alignment, align, read_alignment
-from vllm_steer.patching.axes import Span, read_positions, windows
+from vllm_steer.patching.axes import Alignment, Span, align, read_alignment, read_positions, windows
 from vllm_steer.patching.header import PairInfo, SweepInfo
 from vllm_steer.patching.metrics import Array
 from vllm_steer.patching.prompts import Pair, read_tokens

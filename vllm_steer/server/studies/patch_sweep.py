@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.patching.alignment import align
 from vllm_steer.patching.answer import number, numbers
+from vllm_steer.patching.axes import align
 from vllm_steer.patching.result import PatchingResult
 from vllm_steer.patching.runner import Runner
 from vllm_steer.patching.study import PatchingStudy
