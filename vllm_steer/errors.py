@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+from pathlib import Path
 from typing import Literal
 
 
@@ -60,3 +64,11 @@ def install_hint(extra: Extra, alternative: str = "") -> str:
         alternative: Another command in the same place, with punctuation around it.
     """
     return f'run `pip install ".[{extra}]"`{alternative} in the root of the vllm-steer checkout'
+
+
+def warn_caller(message: str) -> None:
+    """Warn with the line of the nearest caller outside this package."""
+    frame, level, package = sys._getframe(1), 2, f"{Path(__file__).parent}{os.sep}"
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

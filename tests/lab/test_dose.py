@@ -97,6 +97,7 @@ def test_an_interrupted_study_goes_on(llm: Any, tmp_path: Path, monkeypatch: pyt
         ({"max_tokens": 507}, "max_tokens: is 507, with which a prompt needs 514 tokens"),
         ({"score": lambda prompt, text: float("nan")}, "score: is nan for prompt 0"),
         ({"score": lambda prompt, text: 1 / 0}, "score: failed for prompt 0: ZeroDivisionError"),
+        ({"score": "probe.safetensors"}, r"score: must be .*, not str; a probe scores with ProbeScore\(readout\)"),
         ({"vectors": "none.gguf"}, r"none\.gguf cannot be read"),
     ],
 )

@@ -91,6 +91,8 @@ def test_a_vector_that_works() -> None:
     assert cell.low < cell.effect < cell.high and cell.perplexity == pytest.approx(np.exp(0.1)) and cell.length == 1
     assert found.at(-0.2).effect == pytest.approx(-4, abs=0.2) and found.at(-0.2).wrong_way == 1
     assert len(found.controls(0.2)) == CONTROLS + 2
+    described = repr(found)
+    assert described == f"DoseResult(post_block of layers 3, 5, doses 0.1, 0.2, 0.4)\n{found.verdict}", "not each text"
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,7 @@ def test_first_rows_that_dominate_a_mean_are_told(pool: Pool, first: float, othe
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pool_rows(texts, "m", "post_block", [3], pool)
+    assert all(each.filename == __file__ for each in caught), "the line of the caller"
     messages = [str(each.message) for each in caught]
     assert len(messages) == warned
     assert all("at layer 3" in each and "50 times" in each and "omit positions" in each for each in messages)

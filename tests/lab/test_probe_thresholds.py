@@ -52,8 +52,10 @@ def test_recall_at_few_false_positives() -> None:
     assert few.recall_at(0.01) is None and few.recall_at(0.02) is not None
     assert few.recalls == (
         "recall at 1 % false positives not told: too few negatives (98 of at least 99); "
-        "recall at 0.1 % false positives not told: too few negatives (98 of at least 999)"
+        "recall at 0.1 % false positives not told: too few negatives (98 of at least 999); "
+        "recall_at tells it at rates from 0.011"
     )
+    assert few.recall_at(0.011) is not None, "the rate that it names"
     many = normal(3, 1000).recalls
     assert "recall at 1 % false positives 7" in many and "recall at 0.1 % false positives " in many
     assert "not told" not in many
@@ -131,6 +133,16 @@ def test_the_words_of_a_comparison(old: ProbeResult, new: ProbeResult, state: st
     assert compared.verdict.startswith(f"{state}: AUROC {new.auroc:.3g} instead of {old.auroc:.3g}: ")
     low, high = compared.interval
     assert low <= compared.difference <= high
+
+
+@pytest.mark.parametrize(("count", "state"), [(10, "INCONCLUSIVE"), (188, "INCONCLUSIVE"), (189, "PASS")])
+def test_few_texts_without_a_loss_do_not_pass(count: int, state: str) -> None:
+    """Catches a pass because of an interval without width, which any two probes have on few separable texts."""
+    one, two = (result(np.arange(count) + shift, -np.arange(count) - 1.0) for shift in (1.0, 2.0))
+    compared = ProbeComparison(one, two)
+    assert compared.interval == (0, 0) and compared.state == state, compared.verdict
+    assert ("too few texts to tell" in compared.verdict) == (state != "PASS")
+    assert ("a loss of 0.02 is excluded by at least 189" in compared.verdict) == (state != "PASS")
 
 
 def test_a_comparison_is_paired() -> None:

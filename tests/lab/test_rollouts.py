@@ -71,6 +71,8 @@ def test_one_sampled_token_has_no_row_of_its_own(llm: Any) -> None:
         ({"layer": 99}, "layers: 99 is not a layer of .* layers 0 to"),
         ({"layer": [1, 2]}, "layer: must be 0 to"),
         ({"prompts": []}, "prompts: has no prompt"),
+        ({"prompts": [[1, 2], [3] * 512]}, r"prompts\[1\]: has 512 tokens, and .* at most 511 here; shorten it"),
+        ({"prompts": [{"prompt_token_ids": [3] * 600}]}, r"prompts\[0\]: has 600 tokens"),
     ],
 )
 def test_what_is_refused(llm: Any, changed: dict[str, Any], message: str) -> None:

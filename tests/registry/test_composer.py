@@ -323,7 +323,7 @@ def test_unknown_modules_are_listed_for_clients_that_may_list_them() -> None:
     assert str(error.with_names(["terse", "calm"])) == (
         "steering_modules[0]: unknown module 'clam'; registered modules: calm, terse; did you mean calm?"
     )
-    assert str(error.with_names([])).endswith("registered modules: none")
+    assert "registered modules: none; register one with `vllm-steer modules add NAME FILE`" in str(error.with_names([]))
     assert str(error.with_names([f"m{i}" for i in range(100)])).endswith(", ...")
 
 

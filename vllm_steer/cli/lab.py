@@ -192,6 +192,9 @@ def _score(words: str | None, against: str, function: str | None) -> Any:
         raise SteeringError("score", "give --words or --score MODULE:FUNCTION")
     if words is not None:
         return Keywords(*([word.strip() for word in text.split(",") if word.strip()] for text in (words, against)))
+    if Path(str(function)).is_file():
+        hint = "in Python, dose takes score=ProbeScore(readout) with a probe"
+        raise SteeringError("score", f"{function} is a file; give MODULE:FUNCTION of prompt and text. {hint}")
     module, _, name = str(function).partition(":")
     sys.path.insert(0, "")  # the present folder, as for a script
     try:

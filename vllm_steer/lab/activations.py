@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.progress import track
 
 from vllm_steer.capture.files.reader import Captures
 from vllm_steer.capture.results import RowAccess
-from vllm_steer.errors import SteeringError
+from vllm_steer.errors import SteeringError, warn_caller
 from vllm_steer.lab.examples import Text
 from vllm_steer.lab.harvest import MANIFEST, read_manifest
 from vllm_steer.lab.shards import RUN
@@ -135,7 +134,7 @@ def _warn_of_outliers(lengths: Mapping[int, Sequence[Array]], streams: Mapping[i
         layer = outliers[0]
         problem = f"the first row of most texts is {firsts[layer] / streams[layer]:.0f} times as long as the median row"
         advice = "if positions include the first token, omit positions to leave it out, or use the pool last"
-        warnings.warn(f"at layer {layer}, {problem} and dominates their mean; {advice}", RuntimeWarning, stacklevel=2)
+        warn_caller(f"at layer {layer}, {problem} and dominates their mean; {advice}")
 
 
 def pool_rows(

@@ -98,12 +98,17 @@ def choose(study: Study, samples: Sequence[Sample]) -> tuple[int, float]:
     return best.layer, best.dose
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DoseResult:
     """Results of a dose study. The verdict uses the held-out prompts."""
 
     study: Study
     samples: tuple[Sample, ...]
+
+    def __repr__(self) -> str:
+        study = self.study
+        sites = f"{study.point} of layers {', '.join(map(str, study.layers))}"
+        return f"DoseResult({sites}, doses {', '.join(f'{each:g}' for each in study.doses)})\n{self.verdict}"
 
     @classmethod
     def load(cls, path: str | Path) -> DoseResult:

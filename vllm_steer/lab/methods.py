@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer._version import __version__
-from vllm_steer.errors import SteeringError, install_hint
+from vllm_steer.errors import SteeringError, install_hint, warn_caller
 from vllm_steer.lab.activations import Activations, Pool, collect, describe_tokens
 from vllm_steer.lab.examples import Examples, Source, read_examples
 from vllm_steer.lab.statistics import Floats, Labels, auroc, folds
@@ -190,7 +190,7 @@ def _folded(estimator: Any, rows: Floats, labels: Labels, warn: bool) -> tuple[F
         if not issubclass(each.category, unconverged):
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         elif warn:
-            warnings.warn(f"{type(estimator).__name__} {_UNCONVERGED}", RuntimeWarning, stacklevel=2)
+            warn_caller(f"{type(estimator).__name__} {_UNCONVERGED}")
     if hasattr(found, "coefs_"):
         weights = found.coefs_[0].T / scale
         return weights, found.intercepts_[0] - weights @ mean

@@ -20,6 +20,7 @@ from vllm_steer.lab.statistics import (
     auroc,
     bootstrap_interval,
     least_negatives,
+    least_without_loss,
     permuted_aurocs,
     share_interval,
     threshold_at,
@@ -143,7 +144,10 @@ class ProbeResult:
     @property
     def recalls(self) -> str:
         """Recall at 1 % and 0.1 % false positives as one sentence, with intervals and thresholds."""
-        return "; ".join(map(self._describe_recall, RATES))
+        told, negatives = "; ".join(map(self._describe_recall, RATES)), int((~self.labels).sum())
+        if negatives >= least_negatives(min(RATES)):
+            return told
+        return f"{told}; recall_at tells it at rates from {np.ceil(1000 / (negatives + 1)) / 1000:g}"
 
     def _describe_recall(self, rate: float) -> str:
         found, begin = self.recall_at(rate), f"recall at {100 * rate:g} % false positives"
@@ -264,15 +268,27 @@ class ProbeComparison:
 
         ``SCORER DEGRADED`` if the interval of the difference is below zero; ``THRESHOLD STALE`` if the new probe's
         stored threshold is stale; ``PASS`` if the new probe is better than chance, the interval excludes a loss above
-        the margin, and a stored threshold is shown to hold; ``INCONCLUSIVE`` otherwise.
+        the margin, and a stored threshold is shown to hold; ``INCONCLUSIVE`` otherwise, such as with too few texts.
         """
         low, high = self.interval
         if high < 0:
             return "SCORER DEGRADED"
         if self.new.threshold_state == "stale":
             return "THRESHOLD STALE"
-        told = self.new.threshold_state in (None, "holds") and self.new.better_than_chance
+        told = self.new.threshold_state in (None, "holds") and self.new.better_than_chance and not self.too_few
         return "PASS" if told and low >= -self.margin else "INCONCLUSIVE"
+
+    @property
+    def too_few(self) -> str:
+        """Why the texts are too few to tell; empty if they are enough.
+
+        If no drawn sample has a loss, the bootstrap does not tell how large it may be: that no text was lost excludes a
+        loss above the margin for a number of texts only.
+        """
+        fewest = min(self.new.labels.sum(), (~self.new.labels).sum())
+        if self.interval[0] != 0 or self.margin == 0 or fewest >= (least := least_without_loss(self.margin)):
+            return ""
+        return f"too few texts to tell ({fewest} of a class); a loss of {self.margin:g} is excluded by at least {least}"
 
     @property
     def verdict(self) -> str:
@@ -282,7 +298,8 @@ class ProbeComparison:
         texts = f"{labels.sum()} positive and {(~labels).sum()} negative texts"
         accepted = f"a loss of {self.margin:g} is accepted"
         threshold = f"; {self.new.threshold_verdict}" if self.new.stored else ""
-        return f"{self.state}: {found} (95 % interval {low:+.3g} to {high:+.3g}; {accepted}) on {texts}{threshold}"
+        few = f"; {self.too_few}" if self.state == "INCONCLUSIVE" and self.too_few else ""
+        return f"{self.state}: {found} (95 % interval {low:+.3g} to {high:+.3g}; {accepted}) on {texts}{few}{threshold}"
 
 
 def read_probe(path: str | Path, name: str | None = None) -> tuple[str, Probe, ModuleMetadata, dict[str, Threshold]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from vllm_steer.capture.hidden_states import as_prompts, none_left_running
 from vllm_steer.errors import SteeringError
 from vllm_steer.lab.text_rows import read_site_layers
+from vllm_steer.patching.offline import OfflineRunner
 from vllm_steer.request.scalars import read_integer
 
 
@@ -62,9 +64,9 @@ def rollouts(
             ``steering``.
 
     Raises:
-        SteeringError: The engine refuses the layer, the hook point or the steering, or ``prompts`` is empty.
+        SteeringError: The engine refuses the layer, the hook point or the steering, ``prompts`` is empty, or a prompt
+            is too long.
         TypeError: `SamplingParams` has no such argument.
-        ValueError: A prompt is too long.
         RuntimeError: Rows are missing.
 
     Examples:
@@ -79,6 +81,7 @@ def rollouts(
     spec = {"hooks": {name: list(layers)}, "positions": [[-1, None]]} | ({"dtype": dtype} if dtype else {})
     params = SamplingParams(**sampling, logprobs=0, capture={"memory": spec})
     several, chats = as_prompts(prompts)
+    _check_lengths(llm, several)
     with none_left_running(llm):
         outputs = (llm.chat if chats else llm.generate)(several, params, use_tqdm=False)
     found = [
@@ -89,6 +92,24 @@ def rollouts(
     if not found:
         raise SteeringError("prompts", "has no prompt")
     return Rollouts(*map(torch.cat, zip(*found, strict=True)))
+
+
+def _check_lengths(llm: Any, prompts: Sequence[Any]) -> None:
+    """Raise SteeringError for a prompt that leaves no room for a sampled token. Images and sounds do not count."""
+    runner = OfflineRunner(llm)
+    facts, tokenizer = runner.facts, runner.tokenizer
+    for number, prompt in enumerate(prompts):
+        tokens = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
+        chat = isinstance(tokens, (list, tuple)) and bool(tokens) and isinstance(tokens[0], Mapping)
+        if chat and tokenizer is not None and all(isinstance(each.get("content"), str) for each in tokens):
+            tokens = tokenizer.apply_chat_template(tokens, add_generation_prompt=True, return_dict=False)
+        elif isinstance(tokens, str) and tokenizer is not None:
+            tokens = runner.encode(tokens, True)
+        elif chat or not isinstance(tokens, (list, tuple)):
+            continue
+        if facts.max_model_len is not None and len(tokens) >= facts.max_model_len:
+            problem = f"has {len(tokens)} tokens, and {facts.model} reads at most {facts.max_model_len - 1} here"
+            raise SteeringError(f"prompts[{number}]", f"{problem}; shorten it, or raise max_model_len")
 
 
 def _read(number: int, output: Any, sample: Any, before: bool) -> Rollouts:

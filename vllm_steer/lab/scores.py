@@ -16,6 +16,8 @@ from vllm_steer.params import SamplingParams
 
 _WORD = re.compile(r"[^\W\d_]+")
 _PROBE = "score"
+_SCORES = "must be Keywords, ProbeScore or a function of prompt and text"
+_PROBE_HINT = "a probe scores with ProbeScore(readout), such as ProbeScore(trained.readout())"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def score_name(score: Score) -> str:
         words = repr([sorted(score.positive), sorted(score.negative)]).encode()
         return f"keywords {hashlib.sha256(words).hexdigest()[:16]}"
     if not callable(score):
-        raise SteeringError("score", "must be Keywords, ProbeScore or a function of prompt and text")
+        raise SteeringError("score", f"{_SCORES}, not {type(score).__name__}; {_PROBE_HINT}")
     return f"function {getattr(score, '__module__', '')}.{getattr(score, '__qualname__', type(score).__name__)}"
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 Labels: TypeAlias = "npt.NDArray[np.bool_]"
+_Z2 = 1.959964**2
 
 
 def auroc(positive: npt.ArrayLike, negative: npt.ArrayLike) -> float:
@@ -46,10 +47,14 @@ def threshold_at(negative: Floats, rate: float) -> float:
 
 def share_interval(count: int, total: int) -> tuple[float, float]:
     """Return Wilson's interval with 95 % coverage of a share of which ``count`` of ``total`` were seen."""
-    z2 = 1.959964**2
-    middle = (count + z2 / 2) / (total + z2)
-    half = np.sqrt(z2 * (count * (total - count) / total + z2 / 4)) / (total + z2)
+    middle = (count + _Z2 / 2) / (total + _Z2)
+    half = np.sqrt(_Z2 * (count * (total - count) / total + _Z2 / 4)) / (total + _Z2)
     return max(0.0, float(middle - half)), min(1.0, float(middle + half))
+
+
+def least_without_loss(margin: float) -> int:
+    """Return the smallest number of texts that excludes a share of losses above ``margin`` if none of them has one."""
+    return int(np.ceil(_Z2 * (1 / margin - 1) - 1e-9))
 
 
 def permuted_aurocs(scores: Floats, labels: Labels, seed: int = 0, count: int = 2000) -> Floats:

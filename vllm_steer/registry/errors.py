@@ -25,7 +25,8 @@ class UnknownModuleError(SteeringError):
             return self
         listed = ", ".join(sorted(names)[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
         hint = did_you_mean(named[0], names) if named else ""
-        error = UnknownModuleError(self.field, f"{self.problem}; registered modules: {listed or 'none'}{hint}")
+        listed = listed or "none; register one with `vllm-steer modules add NAME FILE` or llm.steering.register_file"
+        error = UnknownModuleError(self.field, f"{self.problem}; registered modules: {listed}{hint}")
         error._without_names = self
         return error
 

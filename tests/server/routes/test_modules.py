@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "set nothing": (SET, "{}", "set", "is empty"),
     "set no modules": (SET, '{"modules": []}', "modules", "is empty, and set keeps the fields that are not given"),
     "set no edits": (SET, '{"edits": []}', "edits", "set the others with replace=True, or use clear"),
-    "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "unknown module 'x'; registered modules: none"),
+    "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "unknown module 'x'; registered modules: none; register"),
     "set probes": (SET, '{"probes": {}}', "probes", "base, prefill"),
     "set replace": (SET, '{"replace": 1}', "replace", "true or false"),
     "set too far back": (SET, '{"edits": [{"kind": "add", "point": "post_block", "layers": 1, "vector": VECTOR, '
