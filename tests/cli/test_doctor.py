@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from vllm_steer.models import dry_run, proofs
 from vllm_steer.models.proofs import Proof, proofs_of
 from vllm_steer.models.recipes import PROVEN, RECIPES
 from vllm_steer.points import OPTIONAL_POINTS
+from vllm_steer.registry.directions import save_module
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS,
@@ -167,6 +169,21 @@ def test_fails_for_a_conflicting_setting(report: CapabilityReport, monkeypatch: 
     changed = report.model_copy(update={"conflicts": [first, *report.conflicts[1:]]})
     monkeypatch.setattr(command, "examine", lambda *_: changed)
     assert invoke("demo/model").exit_code == 1
+
+
+@pytest.mark.usefixtures("known")
+def test_shows_the_lengths_of_the_stream_of_a_module(tmp_path: Path) -> None:
+    """Catches lengths of another layer, a strength that is not that of the vector, and a file without lengths."""
+    told, untold = str(tmp_path / "told.safetensors"), str(tmp_path / "untold.safetensors")
+    vectors = {"base": {"post_block": {"2": [2.0] + [0.0] * (HIDDEN - 1)}}}
+    save_module(told, vectors, "", {"stream": '{"2": 48.5}'})
+    save_module(untold, vectors, "", {})
+    said = invoke("demo/model", "--module", told, "--module", untold).stdout
+    assert re.search(r"post_block +2 +48.5 +24.25", said) and "untold.safetensors: has no length of the stream" in said
+    found = json.loads(invoke("demo/model", "--module", told, "--json").stdout)["streams"]
+    assert found == {told: [{"point": "post_block", "layer": 2, "length": 48.5, "strength": 24.25}]}
+    done = invoke("demo/model", "--module", "none.safetensors")
+    assert done.exit_code == 2 and "none.safetensors cannot be read" in done.stderr
 
 
 def test_fails_for_an_unproven_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

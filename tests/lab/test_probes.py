@@ -15,6 +15,7 @@ from tests.lab.planted import LAYER, TEXTS, labelled, written
 from tests.tiny import HIDDEN
 from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.cli import probe as commands
+from vllm_steer.cli.lab import read_positions
 from vllm_steer.cli.main import app
 from vllm_steer.lab import TrainedProbe, check_probe, compare_probes, train_probe
 from vllm_steer.lab.examples import read_examples, read_texts
@@ -250,6 +251,8 @@ def test_the_commands_write_and_check_what_python_trains(
             "array.jsonl:1: is a list of 2 values; write each on a line",
         ),
         (["train", "table.csv", "--out", "a.safetensors"], "Expecting value: line 1 column 1 (char 0); write one JSON"),
+        (["train", "many.jsonl", "--out", "a.safetensors", "--positions", "last"], "use one of last_prompt"),
+        (["train", "many.jsonl", "--out", "a.safetensors", "--positions", "[1.5]"], "positions[0]: must be a position"),
         (["check", "a.safetensors", "many.jsonl"], "a.safetensors cannot be read"),
         (["check", "vectors.safetensors", "many.jsonl"], "has vectors and no probe"),
     ],
@@ -268,6 +271,12 @@ def test_the_commands_fail_before_the_model_is_loaded(
     done = CliRunner().invoke(app, ["probe", *words, "--model", "m"])
     assert done.exit_code == 1 and message in done.output
     assert not Path("a.safetensors").exists()
+
+
+def test_positions_of_a_command_are_those_of_python() -> None:
+    """Catches lists of positions that the commands take for a name."""
+    assert read_positions("[0, [4, null], -1]") == {"positions": [0, [4, None], -1]}
+    assert read_positions("last_prompt") == {"positions": "last_prompt"} and read_positions(None) == {}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from vllm_steer.cli.output import fail, printable
+from vllm_steer.cli.output import fail, print_table, printable
 from vllm_steer.errors import IncompatibleError, SteeringError
 
 if TYPE_CHECKING:
@@ -35,7 +35,15 @@ class DoctorError(Exception):
     """Raised when a child process fails. The message is the last line of its stderr."""
 
 
-def run(path: Path, settings: Mapping[str, Any], engine: Mapping[str, Any], *, as_json: bool, with_proof: bool) -> None:
+def run(
+    path: Path,
+    settings: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    *,
+    as_json: bool,
+    with_proof: bool,
+    modules: Iterable[Path] = (),
+) -> None:
     """Run the command.
 
     Exits with status 1 if an engine with these arguments would not start or the proof fails, with status 2 if an
@@ -47,15 +55,18 @@ def run(path: Path, settings: Mapping[str, Any], engine: Mapping[str, Any], *, a
         engine: Engine arguments of vLLM.
         as_json: Print one JSON object instead of text.
         with_proof: Also compare a shrunk copy of the model with Transformers.
+        modules: Files of modules whose lengths of the stream are shown.
     """
     from vllm_steer.cli.doctor import print_proof, print_report
     from vllm_steer.compat.version import check_version
 
     try:
+        streams = {str(file): read_streams(file) for file in modules}
         with model_folder(path) as model:
             report = examine(model, settings, engine)
             if not as_json:
                 print_report(report)
+                print_streams(streams)
             supported = report.problem is None
             proof = prove(model, bool(engine.get("trust_remote_code"))) if with_proof and supported else None
     except (OSError, SteeringError) as error:
@@ -64,6 +75,7 @@ def run(path: Path, settings: Mapping[str, Any], engine: Mapping[str, Any], *, a
         raise fail(f"the model could not be examined: {error}") from None
     if as_json:
         document = {**report.model_dump(mode="json"), **({"proof_now": proof} if with_proof else {})}
+        document |= {"streams": streams} if streams else {}
         # Errors that are not numbers become null.
         typer.echo(msgspec.json.encode(document).decode())
     elif proof is not None:
@@ -212,6 +224,25 @@ def print_report(report: CapabilityReport) -> None:
     console.print(f"\ntables: {total:.1f} MiB on each rank, with {limits}")
     largest = sorted(report.table_bytes.items(), key=lambda item: -item[1])[:3]
     console.print("largest: " + ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in largest))
+
+
+def read_streams(file: Path) -> list[dict[str, Any]]:
+    """Return the lengths of the stream that a module's file has, by site; raise SteeringError if it cannot be read."""
+    from vllm_steer.registry.describe import stream_lengths
+    from vllm_steer.registry.vector_files import read_vector_file
+
+    return [each.model_dump(mode="json") for each in stream_lengths(*read_vector_file(file))]
+
+
+def print_streams(streams: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Print the lengths of the stream of each file."""
+    for file, lengths in streams.items():
+        if not lengths:
+            typer.echo(f"{printable(file)}: has no length of the stream; make and dose measure it")
+            continue
+        typer.echo(f"\n{printable(file)}")
+        lines = ((e["point"], e["layer"], f"{e['length']:.4g}", f"{e['strength']:.4g}") for e in lengths)
+        print_table(("point", "layer", "length of the stream", "strength of dose 1"), lines)
 
 
 def print_proof(proof: Mapping[str, Any]) -> None:

@@ -19,7 +19,9 @@ Layers = Annotated[str, typer.Option(help='Layers such as 12, "8,12", 8:24 or 8:
 Point = Annotated[str, typer.Option(help="Hook point.")]
 Positions = Annotated[
     str | None,
-    typer.Option(help="Tokens of each text, such as last_prompt or assistant; all but the first by default."),
+    typer.Option(
+        help='Tokens of each text, such as last_prompt, assistant or "[0, [4, 9], -1]"; all but the first by default.'
+    ),
 ]
 Pool = Annotated[str, typer.Option(help="mean or last of the tokens' rows.")]
 Ray = Annotated[bool, typer.Option("--ray", help='Run on a Ray cluster, as in the guide "Lab".')]
@@ -72,7 +74,19 @@ def read_collection(layers: str, positions: str | None, pool: str) -> dict[str, 
     from vllm_steer.request.scalars import read_choice
 
     given = {"pool": read_choice(pool, POOLS, "pool"), "layers": read_layer_range(layers)}
-    return given if positions is None else {**given, "positions": positions}
+    return given | read_positions(positions)
+
+
+def read_positions(text: str | None) -> dict[str, Any]:
+    """Return the argument of a name of positions or of a JSON list; raise SteeringError for other texts."""
+    from vllm_steer.request import CaptureSpec
+    from vllm_steer.request.scalars import parse_json
+
+    if text is None:
+        return {}
+    positions: Any = parse_json(text, "positions") if text.lstrip().startswith("[") else text
+    CaptureSpec(hooks={"post_block": [0]}, positions=positions)  # refuses what is not positions
+    return {"positions": positions}
 
 
 def read_layer_range(text: str) -> Any:
@@ -166,7 +180,7 @@ def harvest(
         from vllm_steer.lab.harvest import harvest as collect
 
         read, numbers = read_texts(texts), read_layer_range(layers)  # before the model is loaded, which takes long
-        given: dict[str, Any] = {} if positions is None else {"positions": positions}
+        given = read_positions(positions)
         with _started(model, context.args, "harvest", ray) as llm:
             found = collect(
                 llm, read, out, point=point, layers=numbers, dtype=row_dtype, answer=answer, truncate=truncate,

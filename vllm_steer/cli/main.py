@@ -71,6 +71,10 @@ def doctor(
     capture_mib: Annotated[int | None, _same("--steering-capture-mib")] = None,
     sae: Annotated[list[str] | None, _same("--steering-sae", metavar="NAME=FOLDER")] = None,
     sae_any_site: Annotated[bool, _same("--steering-sae-any-site")] = False,
+    module: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Also show the lengths of the stream that a module's file has; repeatable."),
+    ] = None,
     max_num_batched_tokens: Annotated[int | None, _same("--max-num-batched-tokens")] = None,
     max_num_seqs: Annotated[int | None, _same("--max-num-seqs")] = None,
 ) -> None:
@@ -94,6 +98,7 @@ def doctor(
         {"trust_remote_code": trust_remote_code, **_given(batch)},
         as_json=as_json,
         with_proof=prove,
+        modules=module or (),
     )
 
 

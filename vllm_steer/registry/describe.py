@@ -51,7 +51,7 @@ def describe_module(snapshot: Snapshot, reference: Reference, *, data: bool = Fa
         width=module.width,
         probes=list(module.probes),
         content=_content(module, data),
-        streams=_streams(module, version.metadata),
+        streams=stream_lengths(module, version.metadata),
         problem=problem,
     )
 
@@ -71,7 +71,8 @@ def describe_steering(snapshot: Snapshot, *, data: bool = False) -> GlobalSteeri
     )
 
 
-def _streams(module: Module, metadata: ModuleMetadata) -> list[StreamLength]:
+def stream_lengths(module: Module, metadata: ModuleMetadata) -> list[StreamLength]:
+    """Return the lengths of the stream that a module tells, by site; none if they are not of its vectors."""
     if not metadata.streams:
         return []
     try:
