@@ -145,3 +145,24 @@ def test_the_command_runs_the_study(llm: Any, tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(commands, "start_engine", lambda *arguments: pytest.fail("loaded the model"))
         done = CliRunner().invoke(app, [*command, *words])
         assert done.exit_code == 1 and message in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "none/out.jsonl", "--words", "good"], "folder not found: "),
+        (["--out", "out.jsonl", "--score", "probe.safetensors"], "score=ProbeScore(readout) with a probe"),
+        (["--out", "out.jsonl", "--score", "nothing:here"], "give MODULE:FUNCTION"),
+    ],
+)
+def test_the_command_fails_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    """Catches an output or a score that is refused only after minutes of loading, and a probe without its remedy."""
+    monkeypatch.setattr(commands, "start_engine", lambda *arguments: pytest.fail("loaded the model"))
+    monkeypatch.chdir(tmp_path)
+    Path("probe.safetensors").write_bytes(b"")
+    directions(0).save("v.safetensors")
+    Path("p.jsonl").write_text("".join(f'"{i}"\n' for i in range(8)))
+    done = CliRunner().invoke(app, ["dose", "v.safetensors", "--prompts", "p.jsonl", "--model", "m", *words])
+    assert done.exit_code == 1 and message in done.output and not Path("out.jsonl").exists()

@@ -126,7 +126,7 @@ def dose(
     seed: Seed = 0,
 ) -> None:
     """Measure the effect and the cost of vectors at layers and doses, beside controls, and print a verdict."""
-    for path in (html, plot, parquet):
+    for path in (out, html, plot, parquet):
         if path is not None:
             check_output(path)
     if html is not None or plot is not None:
