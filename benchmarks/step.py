@@ -144,7 +144,7 @@ def make_scheduler() -> Any:
     made._with_program, made._malformed, made.requests = {}, {}, {}
     made._caches_behind_attention = False
     made._without_drafts, made.num_spec_tokens = set(), 0
-    made._token_limiter = TokenLimiter(made._arena, made._with_program, None)
+    made._token_limiter = TokenLimiter(made._arena, made._with_program, None, 8192)
     managers = (object.__new__(FullAttentionManager),)
     made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
     # Blocks are not zeroed, like on a GPU.

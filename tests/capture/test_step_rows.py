@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.tiny import code_of
-from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptureBatch, UncertainPlan
+from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptureBatch, UncertainPlan, make_row_streams
 from vllm_steer.capture.step_rows import StepRows, decode_row_index
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
 from vllm_steer.engine.row_capture import RowCapture
@@ -191,6 +192,20 @@ def test_device_positions_decide_with_drafts() -> None:
         check(copier.start(stored, None, wrong, transfers(wrong)).wait(), batch)
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_spans_with_one_program(name: str) -> None:
+    """Catches spans of equal programs whose rows, codes or formats differ from those of spans with several programs."""
+    program = resolved(name).segments[-1].program
+    assert program is not None
+    programs = [program, replace(program, digest=b"1"), replace(program, digest=b"2")]
+    count = np.array([2, 1, 3])
+    one, several = (make_row_streams(("a", "b", "c"), each, count) for each in ([program] * 3, programs))
+    for ours, theirs in zip(one, several, strict=True):
+        assert ours.index == theirs.index
+        np.testing.assert_array_equal(ours.spans, theirs.spans)
+        np.testing.assert_array_equal(*(np.arange(6) if x.arena_rows is None else x.arena_rows for x in (ours, theirs)))
+
+
 @pytest.mark.parametrize("ahead", [0, 3], ids=["certain", "drafts"])
 def test_rows_of_consecutive_steps(ahead: int) -> None:
     """Catches the plan of an earlier step or of another order of the batch, and tokens of a request without captures.
@@ -199,10 +214,12 @@ def test_rows_of_consecutive_steps(ahead: int) -> None:
     """
     slots = {name: slot for slot, name in enumerate(("plain", *SPECS))}
     last = np.array([0, *(resolved(name).segments[-1].start for name in SPECS)])
+    programs = np.array([None, *(resolved(name).segments[-1].program for name in SPECS)], dtype=object)
     tables = SimpleNamespace(arena=torch.empty(0))
     store: Any = SimpleNamespace(
-        changes=1, resolved_of=resolved, directions=DIRECTIONS.__getitem__, tables=tables, last_segment=last
-    )
+        changes=1, resolved_of=resolved, directions=DIRECTIONS.__getitem__, tables=tables, last_segment=last,
+        last_program=programs,
+    )  # fmt: skip
     rows = RowCapture(store, DeviceToHostCopier(torch.device("cpu")), enabled=True, speculative=ahead > 0)
     other = {name: DECODING[name] for name in reversed(DECODING)}
     for batch in (

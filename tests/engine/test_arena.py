@@ -138,7 +138,7 @@ def test_removed_requests_are_not_counted() -> None:
     assert not arena.guaranteed_tokens
     for name in "abcd":
         arena.remove_request(name)
-    assert arena.guaranteed_tokens and not arena.has_requests
+    assert arena.guaranteed_tokens == 1
 
 
 def test_spans_follow_the_scheduler_setting() -> None:
@@ -334,9 +334,11 @@ def arrivals(seed: int) -> list[list[tuple[str, list[int], int, dict[str, Any]]]
 class ExactLimiter(TokenLimiter):
     """A limiter that reserves the rows of every request at once."""
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> bool:
         super().begin_step()
+        self._limits = True
         self._reserve_recorded()
+        return True
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -345,10 +347,10 @@ class ExactLimiter(TokenLimiter):
 def test_recorded_requests_get_the_tokens_of_an_exact_limiter(
     tiny_llama: Path, speculative: Any, rows: int, policy: str
 ) -> None:
-    """Catches a step in which recording requests without reserving their rows changes the tokens of a request."""
+    """Catches a step in which recording requests without reserving rows, or no limit, changes a request's tokens."""
     made = scheduler_harness.config(tiny_llama, sequences=8, capture_rows=rows * EVERY, speculative_config=speculative)
     made.scheduler_config.policy = policy
-    recorded, exact = 0, 0
+    recorded, exact, limited = 0, 0, 0
     for seed in range(4):
         both = [scheduler_harness.make(made, blocks=14) for _ in range(2)]
         both[1]._token_limiter.__class__ = ExactLimiter
@@ -364,7 +366,8 @@ def test_recorded_requests_get_the_tokens_of_an_exact_limiter(
                 scheduled = scheduler.schedule()
                 limiter = scheduler._token_limiter
                 recorded += bool(limiter._recorded)
-                exact += scheduler is both[0] and not limiter._recordable_tokens
+                exact += scheduler is both[0] and limiter._limits and not limiter._recordable_tokens
+                limited += scheduler is both[0] and limiter._limits
                 seen.append((scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens))
                 scheduler_harness.finish_step(scheduler, scheduled)
                 if speculative is not None:
@@ -375,5 +378,5 @@ def test_recorded_requests_get_the_tokens_of_an_exact_limiter(
             if step > len(coming) and not both[0].has_unfinished_requests():
                 break
         assert not any(scheduler.has_unfinished_requests() for scheduler in both)
-    assert exact
-    assert recorded or rows < 12
+    assert bool(limited) == bool(exact) == (rows < 200)
+    assert recorded or not 12 <= rows < 200

@@ -89,6 +89,11 @@ class CaptureBatch:
     def _spans(self, first: Sequence[int]) -> Iterator[tuple[str, TokenProgram, int, int]]:
         requests = zip(self.request_ids, self.resolved, first, self.count.tolist(), strict=True)
         for request_id, resolved, position, count in requests:
+            last = resolved.segments[-1]
+            if position >= last.start:  # most requests decode
+                if last.program is not None and last.program.captures:
+                    yield request_id, last.program, position, count
+                continue
             for start, stop, segment in resolved.spans(position, position + count):
                 if segment.program is not None and segment.num_captures:
                     yield request_id, segment.program, start, stop - start
@@ -128,6 +133,9 @@ def make_row_streams(
         programs: Program of each span's tokens; None stores nothing.
         count: Number of tokens of each span, ``[spans]``.
     """
+    per_token = _rows_per_token(programs)
+    if len({None if program is None else program.digest for program in programs}) == 1 and programs[0] is not None:
+        return tuple(_equal_spans(request_ids, programs[0], each, int(count.sum())) for each in programs[0].row_formats)
     by_format: dict[bytes, list[tuple[int, RowFormat]]] = {}
     for span, program in enumerate(programs):
         for row_format in () if program is None else program.row_formats:
@@ -138,15 +146,23 @@ def make_row_streams(
         RowStream(
             RowIndex(tuple(request_ids[span] for span, _ in found), tuple(each.codes for _, each in found), projection),
             np.array([span for span, _ in found], dtype=np.int64),
-            _arena_rows(found, _rows_per_token(programs), count) if several or len(by_format) > 1 else None,
+            _arena_rows(found, per_token, count) if several or len(by_format) > 1 else None,
         )
         for projection, found in by_format.items()
     )
 
 
+def _equal_spans(request_ids: Sequence[str], program: TokenProgram, row_format: RowFormat, tokens: int) -> RowStream:
+    """Return the stream of one format if all spans, of ``tokens`` tokens together, have the same program."""
+    stored, indices = len(program.captures), row_format.indices
+    rows = None if len(indices) == stored else (np.arange(tokens)[:, None] * stored + np.array(indices)).ravel()
+    index = RowIndex(tuple(request_ids), (row_format.codes,) * len(request_ids), row_format.projection)
+    return RowStream(index, np.arange(len(request_ids)), rows)
+
+
 def _rows_per_token(programs: Sequence[TokenProgram | None]) -> IntArray:
     return np.fromiter(
-        (0 if program is None else len(program.captures) for program in programs), np.int64, len(programs)
+        [0 if program is None else len(program.captures) for program in programs], np.int64, len(programs)
     )
 
 

@@ -29,7 +29,7 @@ class ArenaBudget:
     """
 
     def __init__(self, rows: int, drafts: int, speculates: bool) -> None:
-        self._rows, self._drafts, self._speculates = rows, drafts, speculates
+        self.rows, self._drafts, self._speculates = rows, drafts, speculates
         self._free = rows
         self._closed = False
         self._rows_per_token: dict[str, int] = {}
@@ -46,28 +46,23 @@ class ArenaBudget:
         self._total_per_token -= self._rows_per_token.pop(request_id, 0)
 
     @property
-    def has_requests(self) -> bool:
-        """Whether any admitted request captures."""
-        return bool(self._rows_per_token)
-
-    @property
     def guaranteed_tokens(self) -> int:
         """Number of tokens that all capturing requests can have in one step together: a decoding step's, or 0."""
         tokens = 1 + self._drafts
-        return tokens if self._total_per_token * tokens <= self._rows else 0
+        return tokens if self._total_per_token * tokens <= self.rows else 0
 
     def begin_step(self) -> None:
         """Free the whole arena."""
-        self._free, self._closed = self._rows, False
+        self._free, self._closed = self.rows, False
 
     def reason_impossible(self, resolved: Resolved, spans: Spans) -> str | None:
         """Return why a request can never be computed, or None if it can."""
         needed = resolved.max_captures * (1 + self._drafts)
         for start, stop in spans:
             needed = max(needed, self._rows_of(resolved, start, stop))
-        if needed <= self._rows:
+        if needed <= self.rows:
             return None
-        return f"needs {needed} rows in one step; the engine has {self._rows} (--steering-capture-rows)"
+        return f"needs {needed} rows in one step; the engine has {self.rows} (--steering-capture-rows)"
 
     def fits_anywhere(self, resolved: Resolved, spans: Spans) -> bool:
         """Return whether a waiting request can have its next token, at whichever position it starts."""
@@ -137,14 +132,15 @@ class ArenaBudget:
 class TokenLimiter:
     """Limits the tokens of vLLM's requests to what an :class:`ArenaBudget` has room for.
 
-    In most steps the next tokens of all capturing requests fit together (:attr:`ArenaBudget.guaranteed_tokens`).
-    Requests are then only recorded. Their rows are reserved (:meth:`_reserve_recorded`) when a capturing request wants
-    more tokens or wants to start.
+    While the arena holds the rows of any tokens of a step, nothing is limited. In most other steps the next tokens of
+    all capturing requests fit together (:attr:`ArenaBudget.guaranteed_tokens`). Requests are then only recorded. Their
+    rows are reserved (:meth:`_reserve_recorded`) when a capturing request wants more tokens or wants to start.
 
     Args:
         arena: Rows that are free in the step.
         with_program: Programs of requests, by request id.
         scheduler_config: vLLM's configuration of the scheduler.
+        step_tokens: Most tokens of a step.
         whole_prompts: Whether each token of a prompt attends to all of them.
     """
 
@@ -153,18 +149,31 @@ class TokenLimiter:
         arena: ArenaBudget,
         with_program: Mapping[str, Resolved],
         scheduler_config: Any,
+        step_tokens: int,
         whole_prompts: bool = False,
     ) -> None:
         self._arena, self._with_program, self._scheduler_config = arena, with_program, scheduler_config
+        self._step_tokens = step_tokens
+        # Most rows that a token of a request stores, counted since no request had a program.
+        self._most_captures = 0
         self._whole_prompts = whole_prompts
         self._recorded: list[tuple[Any, int, int]] = []
         self._recordable_tokens = 0
+        self._limits = True
 
-    def begin_step(self) -> None:
-        """Free the arena."""
+    def begin_step(self) -> bool:
+        """Free the arena, and return whether the tokens of this step have to be limited."""
         self._arena.begin_step()
         self._recorded.clear()
-        self._recordable_tokens = self._arena.guaranteed_tokens
+        if not self._with_program:
+            self._most_captures = 0
+        self._limits = self._most_captures * self._step_tokens > self._arena.rows
+        self._recordable_tokens = self._arena.guaranteed_tokens if self._limits else 0
+        return self._limits
+
+    def add_request(self, resolved: Resolved) -> None:
+        """Count a request from its arrival on."""
+        self._most_captures = max(self._most_captures, resolved.max_captures)
 
     def reason_impossible(self, request: Any, resolved: Resolved) -> str | None:
         """Return why a request can never be computed, or None if it can."""
@@ -183,6 +192,8 @@ class TokenLimiter:
 
     def can_start(self, request: Any, resolved: Resolved, cached_tokens: Callable[[], int]) -> bool:
         """Return whether there is room for a waiting request where it starts, which may be after its cached tokens."""
+        if not self._limits:
+            return True
         self._reserve_recorded()
         start, spans = request.num_computed_tokens, self.spans(request)
         if not start and not self._arena.fits_anywhere(resolved, spans):

@@ -90,28 +90,33 @@ def steering_hasher(
     hash_fn: Callable[[Any], bytes],
     salt: bytes = b"",
     bidirectional: bool = False,
+    known: Iterable[Any] = (),
 ) -> Hasher:
     """Return a block hasher that re-keys edited blocks. Install it with an empty ``request.block_hashes``.
 
     Requests with different ``salt`` share no edited blocks. ``bidirectional`` is whether the tokens of an image attend
-    to later ones.
+    to later ones. ``known`` are the first hashes of ``upstream`` for the request, which are then not computed again.
     """
     spans = edit_spans(resolved, salt)
     unedited: list[Any] = []
+    computed = list(known)
 
     def hasher(request: Any) -> list[Any]:
+        if request.num_tokens < (len(request.block_hashes) + 1) * block_size:
+            return []  # hot path, for every token
         # The upstream hasher continues the chain in request.block_hashes (get_request_block_hasher in
         # v1/core/kv_cache_utils.py), so it has to find its own hashes there.
         keys, request.block_hashes = request.block_hashes, unedited
+        first = len(unedited)
         if not keys:
-            unedited.clear()  # vLLM computes all keys anew
+            unedited[:], first = computed, 0
+            computed.clear()  # when vLLM computes all keys anew later, they may differ
         try:
-            new = upstream(request)
+            unedited.extend(upstream(request))
         finally:
             request.block_hashes = keys
+        new = unedited[first:]
         images = image_ranges(request) if bidirectional and new and request.mm_features else ()
-        new_keys = rekey(new, len(unedited), block_size, spans, hash_fn, images)
-        unedited.extend(new)
-        return new_keys
+        return rekey(new, first, block_size, spans, hash_fn, images)
 
     return hasher

@@ -28,10 +28,11 @@ class EditedBlocks:
         """Record the blocks that a scheduled step has given to edited requests."""
         new_blocks = [(new.req_id, new.block_ids) for new in scheduled.scheduled_new_reqs]
         cached = scheduled.scheduled_cached_reqs
-        new_blocks += zip(cached.req_ids, cached.new_block_ids, strict=True)
+        # Most running requests need no new block for their next token.
+        new_blocks += [each for each in zip(cached.req_ids, cached.new_block_ids, strict=True) if each[1]]
         for request_id, groups in new_blocks:
             resolved = with_program.get(request_id)
-            if groups and resolved is not None and resolved.has_edits:
+            if resolved is not None and resolved.has_edits:
                 self._ids.update(*groups)
 
     def take_reused(self, new: Iterable[int]) -> list[int] | None:

@@ -8,6 +8,7 @@ writes are enqueued on the model's stream, so a step in flight never sees the ta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,8 +104,10 @@ class ProgramStore:
         self._directions: dict[bytes, _Directions] = {}
         # Running requests that capture, and those with readouts that a head computes.
         self.num_capturing = self.num_with_heads = 0
-        # Records of running requests, by request id.
+        # Records of running requests, by request id, and how many of them have each width, number of conditions, and
+        # values of `has_state` and `feeds_back`.
         self._recorded: dict[str, RequestRecords] = {}
+        self._record_kinds: Counter[tuple[int, int, bool, bool]] = Counter()
         self._live = LiveStrengths()
         # Largest record, in columns, most conditions, and whether any request has state, over running requests.
         self.record_width = self.num_conditions = 0
@@ -120,13 +123,16 @@ class ProgramStore:
         self.record_ranges = RequestRanges(num_slots)
         # By request slot: the first position of the next step, while any request has records.
         self.next_step = np.zeros(num_slots, dtype=np.int64)
-        # By request slot: the start of the last segment.
+        # By request slot: the start of the last segment, and its program.
         self.last_segment = np.zeros(num_slots, dtype=np.int64)
+        self.last_program = np.full(num_slots, None)
         self._head_index = np.array(tables.head_index)
         # Incremented when the sites in use may have changed, and when a request starts or ends.
         self.version = self.changes = self._flushed = 0
         self._no_rows = np.zeros(self._max_segments, dtype=np.int32)
         self._no_conditions = np.zeros(tables.condition.shape[1:], dtype=np.int32)
+        self._initial = np.ones(tables.initial.shape[1], dtype=np.float32)
+        self._initial[STOP_COLUMN] = 0.0
         self._staged = {name: PinnedTableWriter(getattr(tables, name)) for name in _STAGED}
         self._operands = OperandRuns(tables.operand)
         # Rows with runs of operands, by the digest of their token program.
@@ -171,7 +177,8 @@ class ProgramStore:
         self.changes += 1
         self.active_ranges.set(request_slot, *resolved.active_range)
         self.captured_ranges.set(request_slot, *resolved.captured_range)
-        self.last_segment[request_slot] = resolved.segments[-1].start
+        last = resolved.segments[-1]
+        self.last_segment[request_slot], self.last_program[request_slot] = last.start, last.program
         if resolved.records is not None:
             if resolved.records.layout.live:
                 self._live.begin(request_id, live_id(sampling_params, request_id), prompt_len)
@@ -184,6 +191,9 @@ class ProgramStore:
         self.record_ranges.set(slot, records.record_start, records.record_stop)
         self._put_initial(request_id, slot, records)
         self.next_step[slot] = 0
+        self._count_records(records, 1)
+        if not records.conditions:
+            return
         _, drafts, width = self.tables.carry.shape
         condition = np.zeros((width, CONDITION_FIELDS), dtype=np.int32)
         bound = np.zeros((width, BOUND_FIELDS), dtype=np.float32)
@@ -194,7 +204,6 @@ class ProgramStore:
         self._put("bound", slot, bound)
         self._put("carry", slot, carry)
         self._put("next_position", slot, np.zeros((), dtype=np.int64))
-        self._measure_records()
 
     def set_strengths(self, live: str, strengths: Mapping[str, float]) -> int:
         """Set live strengths of a request from its next step on, or from the end of its prompt if it is within it.
@@ -237,8 +246,7 @@ class ProgramStore:
         self._live.end(request_ids)
 
     def _put_initial(self, request_id: str, slot: int, records: RequestRecords) -> None:
-        initial = np.ones(self.tables.initial.shape[1], dtype=np.float32)
-        initial[STOP_COLUMN] = 0.0
+        initial = self._initial.copy()
         for name, value in self._live.of(request_id).items():
             if name in records.layout.live:
                 initial[records.layout.live[name]] = value
@@ -257,13 +265,15 @@ class ProgramStore:
         self._put("carry", slot, carry)
         self.replays[request_id] = (replay, upload(torch.from_numpy(replay.records), self.tables.device))
 
-    def _measure_records(self) -> None:
-        running = self._recorded.values()
-        self.tables.num_recorded = len(running)
-        self.record_width = max((each.layout.width for each in running), default=0)
-        self.num_conditions = max((len(each.conditions) for each in running), default=0)
-        self.has_state = any(each.has_state for each in running)
-        self.feeds_back = any(each.feeds_back for each in running)
+    def _count_records(self, records: RequestRecords, change: int) -> None:
+        kinds = self._record_kinds
+        kind = records.layout.width, len(records.conditions), records.has_state, records.feeds_back
+        kinds[kind] += change
+        if not kinds[kind]:
+            del kinds[kind]
+        self.tables.num_recorded = len(self._recorded)
+        largest = tuple(map(max, zip(*kinds, strict=True))) or (0, 0, False, False)
+        self.record_width, self.num_conditions, self.has_state, self.feeds_back = largest
 
     def remove(self, request_id: str) -> int | None:
         """Remove a request, reset its request slot to row 0, and return the slot, or None if it had none."""
@@ -274,11 +284,12 @@ class ProgramStore:
         if (records := self._recorded.pop(request_id, None)) is not None:
             if records.layout.live:
                 self._live.pause(request_id, self._new_position(request_id, running.request_slot))
-            # Plain requests may get the slot, or share it.
-            self._put("condition", running.request_slot, self._no_conditions)
+            if records.conditions:
+                # Plain requests may get the slot, or share it.
+                self._put("condition", running.request_slot, self._no_conditions)
             self.replays.pop(request_id, None)
             self.record_ranges.clear(running.request_slot)
-            self._measure_records()
+            self._count_records(records, -1)
         self.num_capturing -= placed.resolved.max_captures > 0
         self.num_with_heads -= placed.resolved.has_heads
         placed.users -= 1
@@ -286,7 +297,7 @@ class ProgramStore:
             self._release(placed.resolved)
         self.active_ranges.clear(running.request_slot)
         self.captured_ranges.clear(running.request_slot)
-        self.last_segment[running.request_slot] = 0
+        self.last_segment[running.request_slot], self.last_program[running.request_slot] = 0, None
         self.changes += 1
         self._put("segment_row", running.request_slot, self._no_rows)
         return running.request_slot

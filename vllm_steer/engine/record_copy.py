@@ -79,7 +79,8 @@ class RecordCopy(StepCopy):
         token = (np.cumsum(batch.count) - batch.count)[recorded]
         rows = None
         if len(ids) < len(batch.ids):
-            rows = np.concatenate([np.arange(t, t + n) for t, n in zip(token.tolist(), count.tolist(), strict=True)])
+            stops = np.cumsum(count)
+            rows = np.arange(stops[-1]) + np.repeat(token - stops + count, count)
         # The code is the width: rows of different widths are never joined.
         index = RowIndex(ids, ((width,),) * len(ids), RECORDS)
         # No arena rows: the transfer itself selects the tokens.

@@ -61,12 +61,12 @@ class RowCapture(StepCopy):
         if not self._enabled:
             return
         store, ids, position = self._store, batch.ids_of(capturing), None
-        first, count = batch.first[capturing], batch.count[capturing]
+        first, count, slots = batch.first[capturing], batch.count[capturing], batch.request_slot[capturing]
         plan: CapturePlan | UncertainPlan
         certain: CapturePlan | None
         wanted: list[tuple[bytes, IntArray | None]]
-        if not self._speculative and (first >= store.last_segment[batch.request_slot[capturing]]).all():
-            certain = self._steady_batch(ids).plan(first, count)
+        if not self._speculative and (first >= store.last_segment[slots]).all():
+            certain = self._steady_batch(ids, slots).plan(first, count)
         else:
             captures = CaptureBatch(ids, tuple(store.resolved_of(name) for name in ids), count)
             certain = None if self._speculative else captures.plan_at(first.tolist())
@@ -86,14 +86,14 @@ class RowCapture(StepCopy):
 
         self._planned = start if len(stored) else None
 
-    def _steady_batch(self, ids: tuple[str, ...]) -> SteadyCaptureBatch:
+    def _steady_batch(self, ids: tuple[str, ...], slots: IntArray) -> SteadyCaptureBatch:
         """Return the plan of a batch in which every request has reached its last segment.
 
         It stays valid until a request is added or removed, or the batch order changes.
         """
         changes, steady = self._steady
         if changes != self._store.changes or steady.request_ids != ids:
-            steady = SteadyCaptureBatch(ids, tuple(self._store.resolved_of(name).segments[-1].program for name in ids))
+            steady = SteadyCaptureBatch(ids, tuple(self._store.last_program[slots].tolist()))
             self._steady = (self._store.changes, steady)
         return steady
 

@@ -9,7 +9,7 @@ is done per request here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class RowSender:
     def __init__(self) -> None:
         self._pending: dict[int, list[EngineCoreOutput]] = {}
         # The last row index of each projection and its entries by client: a steady batch uses one index in every step.
-        self._clients: dict[bytes, tuple[RowIndex, dict[int, list[int]]]] = {}
+        self._clients: dict[bytes, tuple[RowIndex, Mapping[int, Sequence[int]]]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -64,15 +64,19 @@ class RowSender:
             client_outputs.outputs = [*pending, *client_outputs.outputs]
         self._pending.clear()
 
-    def _entries_by_client(self, index: RowIndex, requests: Mapping[str, Any]) -> dict[int, list[int]]:
+    def _entries_by_client(self, index: RowIndex, requests: Mapping[str, Any]) -> Mapping[int, Sequence[int]]:
+        """Return the entries of each client that waits for rows; a range of all of them for a single client."""
         known = self._clients.get(index.projection)
         if known is not None and known[0] is index:
             return known[1]
-        clients: dict[int, list[int]] = {}
-        for entry, request_id in enumerate(index.request_ids):
-            request = requests.get(request_id)
-            if request is not None:
-                clients.setdefault(request.client_index, []).append(entry)
+        found = list(map(requests.get, index.request_ids))
+        clients: Mapping[int, Sequence[int]]
+        clients = {each: range(len(found)) for each in {request.client_index for request in found if request}}
+        if len(clients) > 1:
+            clients = {
+                client: [i for i, request in enumerate(found) if request and request.client_index == client]
+                for client in clients
+            }
         if len(self._clients) > _MAX_CACHED_CLIENTS:
             self._clients.clear()
         self._clients[index.projection] = (index, clients)

@@ -81,7 +81,9 @@ class SteeringSchedulerMixin:
         groups = self.kv_cache_config.kv_cache_groups
         # vLLM does not split the prompts of these models (``EngineCore._initialize_kv_caches``).
         whole_prompts = any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups)
-        self._token_limiter = TokenLimiter(self._arena, self._with_program, self.scheduler_config, whole_prompts)
+        self._token_limiter = TokenLimiter(
+            self._arena, self._with_program, self.scheduler_config, self.max_num_scheduled_tokens, whole_prompts
+        )
         self.steering_row_sender = RowSender()
         self.steering_records = RecordKeeper()
         self._steering_stats = EngineStatsCollector(self.steering_admission)
@@ -129,6 +131,7 @@ class SteeringSchedulerMixin:
         if impossible is not None:
             raise SteeringError("capture", impossible)
         self._with_program[request.request_id] = resolved
+        self._token_limiter.add_request(resolved)
         records = resolved.records
         if records is not None and records.has_state:
             # Of `min_tokens` generated tokens, the last one is the first with which generation may stop.
@@ -144,7 +147,13 @@ class SteeringSchedulerMixin:
             has_live = records is not None and records.layout.live
             salt = live_id(request.sampling_params, request.request_id).encode() if has_live else b""
             request._block_hasher = steering_hasher(
-                upstream, resolved, self.hash_block_size, self._steering_hash, salt, self._bidirectional_images
+                upstream,
+                resolved,
+                self.hash_block_size,
+                self._steering_hash,
+                salt,
+                self._bidirectional_images,
+                request.block_hashes,
             )
             request.block_hashes = []
             request.update_block_hashes()
@@ -200,11 +209,10 @@ class SteeringSchedulerMixin:
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.steering_admission.begin_step()
-        self._token_limiter.begin_step()
-        if self._arena.has_requests:
-            self._use_token_limiter()
+        if self._token_limiter.begin_step():
+            self.__dict__.pop("_reserve_prefill_lookahead", None)
         else:
-            # Hot path, called for every request: call vLLM's method directly while no request captures.
+            # Hot path, called for every request: call vLLM's method directly.
             self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[misc]
         for request_id in self._without_drafts:
             # A change of strength holds from the position that is reported, which drafts would make uncertain.
@@ -247,14 +255,9 @@ class SteeringSchedulerMixin:
         if not resolved.max_captures:
             return True
         # vLLM stops scheduling waiting requests at the first one that gets no tokens, so check for room here.
-        self._use_token_limiter()
         return self._token_limiter.can_start(  # type: ignore[no-any-return]
             request, resolved, lambda: self._get_local_prefix_cache_hit(request)[1]
         )
-
-    def _use_token_limiter(self: Any) -> None:
-        """Let vLLM call our :meth:`_reserve_prefill_lookahead`."""
-        self.__dict__.pop("_reserve_prefill_lookahead", None)
 
     # Admission
 

@@ -37,4 +37,4 @@ class StepBatch:
         """Return the ids of the requests with these indices, in ascending order."""
         if len(requests) == len(self.ids):
             return tuple(self.ids)
-        return tuple(self.ids[i] for i in requests.tolist())
+        return tuple(map(self.ids.__getitem__, requests.tolist()))
