@@ -52,8 +52,10 @@ async def run_lifespan(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
         finally:
             await send(message)
 
-    if engine is not None:
-        envs.enable_envs_cache()  # as in vLLM's engines: its output processor reads a variable for each token
+    if engine is None:
+        await app(scope, receive_again, send_last)
+        return
+    envs.enable_envs_cache()  # as in vLLM's engines: its output processor reads a variable for each token
     try:
         await app(scope, receive_again, send_last)
     finally:
