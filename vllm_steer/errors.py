@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Literal
@@ -68,7 +68,7 @@ def install_hint(extra: Extra, alternative: str = "") -> str:
 
 def warn_caller(message: str) -> None:
     """Warn with the line of the nearest caller outside this package."""
-    frame, level, package = sys._getframe(1), 2, f"{Path(__file__).parent}{os.sep}"
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+    frame, level, package = inspect.currentframe(), 1, f"{Path(__file__).parent}{os.sep}"
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, RuntimeWarning, stacklevel=level)

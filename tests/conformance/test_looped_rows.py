@@ -33,7 +33,7 @@ def test_scheduler_counts_the_rows_of_every_run(llm: Any, monkeypatch: pytest.Mo
     """Catches rows of later runs that no budget counts; a scheduler that counts modules is the control."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     # Room for the rows of two tokens, so that a prompt takes many steps.
-    monkeypatch.setattr(scheduler._arena, "_rows", 2 * ROWS)
+    monkeypatch.setattr(scheduler._arena, "rows", 2 * ROWS)
     counted: list[int] = []
     original = ArenaBudget.add_request
 

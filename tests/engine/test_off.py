@@ -61,7 +61,7 @@ def test_search_finds_objects_in_a_steering_engine(llm: Any) -> None:
     assert len(objects_of_this_package(llm)) > 12
 
 
-def test_plain_requests_use_vllm_methods(llm: Any) -> None:
+def test_plain_requests_use_vllm_methods(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches (1) work for outputs and scheduling of plain requests and (2) steered requests without it."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import RequestState
@@ -69,6 +69,7 @@ def test_plain_requests_use_vllm_methods(llm: Any) -> None:
     from vllm_steer.plugin.request_state import SteeredRequestState
 
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    monkeypatch.setattr(scheduler._arena, "rows", 64)  # less than the tokens of a step
     states = engine.output_processor.request_states
 
     def last_word() -> Any:

@@ -132,8 +132,9 @@ def test_a_failure_loses_nothing(
     else:
         monkeypatch.setattr(text_rows, "rows_of_prompt", interrupted)
         message = r"texts\[29\]: the engine failed: the engine has ended"
-    with pytest.raises(SteeringError, match=message):
+    with pytest.raises(SteeringError, match=message) as caught:
         harvest(llm, TEXTS, tmp_path, **SITES)
+    assert not llm.llm_engine.output_processor.request_states, f"{caught.value!r}, whose traceback has the iterators"
     if failing == "a file":
         stream.rename(tmp_path.parent / "damaged")
     else:

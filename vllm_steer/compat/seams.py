@@ -80,7 +80,8 @@ _ENGINE: Final = (
         _SCHEDULER,
         "admission, cache hits and captured rows of requests",
         "block_size connector finish_requests hash_block_size kv_cache_config kv_cache_manager max_model_len "
-        "num_spec_tokens pause_state requests scheduler_config vllm_config needs_kv_cache_zeroing",
+        "max_num_scheduled_tokens num_spec_tokens pause_state requests scheduler_config vllm_config "
+        "needs_kv_cache_zeroing",
     ),
     *_attributes(
         "vllm.v1.core.kv_cache_manager:KVCacheManager",

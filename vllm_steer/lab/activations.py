@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -79,8 +80,9 @@ def collect(
     """
     read_choice(pool, POOLS, "pool")
     read = TextRows(llm, texts, point=point, layers=layers, positions=positions, dtype="float32", answer=answer)
-    shown = track(read.stream(range(len(read))), "texts", len(read), console=Console(stderr=True), disable=not use_tqdm)
-    return pool_rows(shown, read.facts.model, read.point, read.layers, pool, max(read.sizes))
+    with closing(read.stream(range(len(read)))) as captured:
+        shown = track(captured, "texts", len(read), console=Console(stderr=True), disable=not use_tqdm)
+        return pool_rows(shown, read.facts.model, read.point, read.layers, pool, max(read.sizes))
 
 
 def read_stored(

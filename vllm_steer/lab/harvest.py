@@ -117,7 +117,7 @@ def harvest(
             done[text[0].submission] = len(next(iter(text[0].sites.values())).positions)
 
         if isinstance(rows, TextRows):
-            stored = write_behind(([text] for text in rows.stream(left)), write)
+            stored = write_behind(rows.batches([[number] for number in left]), write)
         else:
             stored = rows.run(llm, folder, settings, left)
         with closing(stored):

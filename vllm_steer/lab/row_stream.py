@@ -113,7 +113,7 @@ class RowStream(IterableDataset[RowBatch]):
             random.shuffle(numbers)
         held: RowBatch | None = None
         for batch in self._rows.split(numbers.tolist()):
-            new = [self._read(each) for each in self._rows.stream(batch)]
+            new = [self._read(each) for captured in self._rows.batches([batch]) for each in captured]
             joined = RowBatch(*map(torch.cat, zip(*([held] if held else []) + new, strict=True)))
             ready = max(0, len(joined.rows) - self.shuffle) // self.batch_size * self.batch_size
             if self.shuffle:

@@ -14,11 +14,10 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,9 +38,9 @@ _PARTS = ".shards-"
 Batch = TypeVar("Batch", bound=Sized)
 
 
-def write_behind(batches: Iterable[Batch], write: Callable[[Batch], object]) -> Generator[int]:
-    """Write each batch while the next one runs; yield the length of each batch that is written."""
-    with ThreadPoolExecutor(1) as pool:
+def write_behind(batches: Generator[Batch], write: Callable[[Batch], object]) -> Generator[int]:
+    """Write each batch while the next one runs, and close the generator; yield the length of each written batch."""
+    with closing(batches), ThreadPoolExecutor(1) as pool:
         last: tuple[Future[object], int] | None = None
         for batch in batches:
             if last is not None:
@@ -103,9 +102,7 @@ class ShardTask:
             problem = f"the node {socket.gethostname()} has another model or vLLM: {settings}, not {shard.settings}"
             raise SteeringError("ray", problem)
         missing = [batch for batch in rows.split(shard.numbers) if not shard.file(batch[0]).exists()]
-        texts = rows.stream(chain.from_iterable(missing))
-        batches = ([next(texts) for _ in batch] for batch in missing)
-        return sum(write_behind(batches, lambda captured: _write(captured, shard)))
+        return sum(write_behind(rows.batches(missing), lambda captured: _write(captured, shard)))
 
     def settings(self, engines: RayEngines) -> Any:
         """Return the settings of the harvest, for which an engine checks all texts."""

@@ -6,8 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -119,7 +121,7 @@ class TextRows:
         """Hash of the texts and tags, in order."""
         return digest_of((line.text, line.tag) for line in self.lines)
 
-    def stream(self, numbers: Iterable[int]) -> Iterator[CapturedRequest]:
+    def stream(self, numbers: Iterable[int]) -> Generator[CapturedRequest]:
         """Run texts and yield the rows of each, in order; ``submission`` is the text's number.
 
         The engine goes on with later texts meanwhile, so that it does not wait for the caller. They are ended with the
@@ -166,6 +168,12 @@ class TextRows:
                 rows = next_one()
                 fill()
                 yield rows
+
+    def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[CapturedRequest]]:
+        """Run texts as `stream` does, and yield the rows of each batch; later texts are ended with the iterator."""
+        with closing(self.stream(chain.from_iterable(batches))) as texts:
+            for batch in batches:
+                yield [next(texts) for _ in batch]
 
     def _enqueue(self, number: int, params: Any) -> str:
         """Send a text to the engine and return the id of its output.
