@@ -63,7 +63,7 @@ def test_change_over_http(client: httpx.Client, path: str, own_id: str | None, i
     headers = {"x-request-id": own_id} if own_id is not None and not in_body else {}
     # On a busy machine, a stream may end before the client has read its first text.
     confirmed, trace = next(
-        found for _ in range(10) if (found := stream(client, path, headers, own_id, **asked))[0] is not None
+        found for _ in range(40) if (found := stream(client, path, headers, own_id, **asked))[0] is not None
     )
     assert confirmed["strengths"] == {"calm": -0.5}
     first = confirmed["position"]
@@ -89,7 +89,7 @@ def test_refused_changes(url: str) -> None:
 
         for strengths, field in (({"clam": 1.0}, "clam"), ({}, "strengths"), ({"calm": True}, "calm")):
             # On a busy machine, the request may end before the change.
-            request_id, wrong = next(found for _ in range(10) if (found := refused(strengths))[1].status != 409)
+            request_id, wrong = next(found for _ in range(40) if (found := refused(strengths))[1].status != 409)
             assert (wrong.status, wrong.param) == (400, field)
         with pytest.raises(ServerError, match="has ended") as ended:
             client.set_strength(request_id, calm=1.0)
