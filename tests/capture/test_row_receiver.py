@@ -150,7 +150,7 @@ def test_chunks_own_their_memory() -> None:
 
 
 def test_large_chunks_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches copies of all rows of long prompts, and a few rows that keep those of a long prompt alive."""
+    """Catches a copy of each long prompt's rows, and a few rows that keep a long prompt's rows in memory."""
     monkeypatch.setattr(row_receiver, "_SHARED_BYTES", 12)
     front = FrontEnd("a", "b")
     long = step(0, "a", "b", count=3)

@@ -173,7 +173,7 @@ def test_fails_for_a_conflicting_setting(report: CapabilityReport, monkeypatch: 
 
 @pytest.mark.usefixtures("known")
 def test_shows_the_lengths_of_the_stream_of_a_module(tmp_path: Path) -> None:
-    """Catches lengths of another layer, a strength that is not that of the vector, and a file without lengths."""
+    """Catches lengths of another layer, the strength of another vector, and a file without lengths."""
     told, untold = str(tmp_path / "told.safetensors"), str(tmp_path / "untold.safetensors")
     vectors = {"base": {"post_block": {"2": [2.0] + [0.0] * (HIDDEN - 1)}}}
     save_module(told, vectors, "", {"stream": '{"2": 48.5}'})

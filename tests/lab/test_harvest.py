@@ -164,7 +164,7 @@ def test_an_interruption_leaves_the_engine_clean(llm: Any, tmp_path: Path, rows:
 
 
 def test_the_engine_has_the_next_texts_while_rows_are_written(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an engine that waits for each write, texts without a bound in it, and those of an abandoned run."""
+    """Catches an engine that waits for each write, unbounded texts in it, and texts of an abandoned run that stay."""
     enqueue, states, sent = llm.enqueue, llm.llm_engine.output_processor.request_states, [0]
 
     def counted(*arguments: Any, **named: Any) -> Any:

@@ -41,7 +41,7 @@ class RowChunk(msgspec.Struct, frozen=True):
     captures: tuple[int, ...]
     """Rows stored per position, as codes ``2 * site_number + before``."""
     rows: Any
-    """Buffer of ``count * len(captures)`` rows, ordered by position. It may be the most part of a step's rows."""
+    """Buffer of ``count * len(captures)`` rows, ordered by position. It may be a view of its step's rows."""
     projection: bytes = b""
     """Digest of the directions if the rows are float32 projections; empty for rows in the model's dtype."""
 

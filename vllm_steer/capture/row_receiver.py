@@ -25,6 +25,7 @@ from vllm_steer.capture.step_rows import StepRows, merge_steps
 MAX_BYTES = 32 << 20
 MAX_STEPS = 64
 _SHARED_BYTES = 1 << 16
+"""Size above which the rows of a request may be a view of their step."""
 
 
 @dataclass
@@ -40,7 +41,7 @@ class _Run:
     """Bytes of other rows in the last part's step."""
 
     def joined(self) -> npt.NDArray[np.uint8]:
-        """Return the rows: a copy, unless they are large and would only be freed from fewer other rows."""
+        """Return the rows: a copy, unless they are large and more than half of their step."""
         if len(self.parts) == 1 and self.parts[0].nbytes > max(self.others, _SHARED_BYTES):
             return self.parts[0]
         return np.concatenate(self.parts)

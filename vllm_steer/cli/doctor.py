@@ -57,7 +57,6 @@ def run(
         with_proof: Also compare a shrunk copy of the model with Transformers.
         modules: Files of modules whose lengths of the stream are shown.
     """
-    from vllm_steer.cli.doctor import print_proof, print_report
     from vllm_steer.compat.version import check_version
 
     try:

@@ -280,7 +280,7 @@ class ProbeComparison:
 
     @property
     def too_few(self) -> str:
-        """Why the texts are too few to tell; empty if they are enough.
+        """Reason why the texts are too few to tell; empty if they are enough.
 
         If no drawn sample has a loss, the bootstrap does not tell how large it may be: that no text was lost excludes a
         loss above the margin for a number of texts only.
