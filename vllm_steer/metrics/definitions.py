@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm_steer.request import KINDS
+from vllm_steer.request import KINDS, RequestForm
+from vllm_steer.request.readout import KINDS as READOUT_KINDS
 
 PREFIX = "vllm_steer:"
 
@@ -26,13 +27,12 @@ TABLES = ("rows", "instructions", "vectors", "matrix_rows")
 WAITING = (*TABLES, "capture", "turn")
 STEP_PARTS = ("scheduler", "worker")
 REQUESTS = ("plain", "steered", "captured", "steered_captured")
-READOUTS = ("probe", "projections", "lens", "sae")
+READOUTS = tuple(READOUT_KINDS)
 GATES = ("open", "closed")
 STUDIES = ("finished", "failed", "cancelled")
 CELLS = ("ok", "failed")
 REFUSED_FIELDS = (
-    "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering", "steering_modules",
-    "capture", "readouts", "stop_on", "request_id", "strengths",
+    *RequestForm.__struct_fields__, "request_id", "strengths",
     "vllm_xargs", "authorization", "body", "content-type", "name", "module", "base", "prefill", "decode",
     "edits", "probes", "modules", "set", "replace", "steering registry", "capacity", "other",
 )  # fmt: skip
