@@ -70,6 +70,11 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
         return KINDS[self.head.partition(":")[0] or ("probe" if self.scalar else "projections")]
 
     @property
+    def form(self) -> float:
+        """What a READ records, as its ``low``: 1 for a sigmoid plus 2 for a cosine."""
+        return self.sigmoid + 2.0 * self.cosine
+
+    @property
     def width(self) -> int:
         """Number of columns. For each of its layers, a head has the indices of its largest outputs, then their values.
 

@@ -266,7 +266,7 @@ def _record_parts(program: Program, edits: list[int], readouts: list[int]) -> _R
     layout = program.layout
     chosen = [(program.readouts[number], layout.readouts[number]) for number in readouts]
     reads = [
-        Read(readout.site_number, column + i, program.digests[vector], readout.bias, readout.sigmoid, readout.cosine)
+        Read(readout.site_number, column + i, program.digests[vector], readout.bias, readout.form)
         for readout, column in chosen
         for i, vector in enumerate(() if readout.mlp else readout.vectors)
     ]

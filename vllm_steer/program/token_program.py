@@ -51,8 +51,8 @@ class Read(msgspec.Struct, frozen=True):
     column: int
     vector: bytes
     bias: float
-    sigmoid: bool
-    cosine: bool = False
+    form: float
+    """See ``CompiledReadout.form``."""
 
 
 class Gate(msgspec.Struct, frozen=True):
@@ -181,9 +181,7 @@ class TokenProgram:
             for step in steps
         ]
         reads = [
-            Instruction(
-                read.site_number, READ, read.vector, read.bias, read.sigmoid + 2.0 * read.cosine, 0.0, read.column
-            )
+            Instruction(read.site_number, READ, read.vector, read.bias, read.form, 0.0, read.column)
             for read in self.reads
         ]
         gates = [
