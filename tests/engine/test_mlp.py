@@ -17,7 +17,7 @@ from tests.engine.record_reference import Expected, Reference
 from tests.tiny import HIDDEN
 from vllm_steer import SteeringError
 from vllm_steer.request.probe import ACTIVATIONS
-from vllm_steer.taps import mlp
+from vllm_steer.taps import mlp_head
 
 
 def probe(activation: str = "relu", units: int = 24, seed: int = 0) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def test_refuses_misuses_of_a_module(llm: Any, module: dict[str, str], name: str
 
 def test_comparison_detects_another_activation(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a hidden layer without its biases must be noticed."""
-    real = mlp.MlpHead.values
+    real = mlp_head.MlpHead.values
 
     def wrong(self: Any, rows: Any) -> Any:
         biases, self._biases = self._biases, self._biases * 0
@@ -138,7 +138,7 @@ def test_comparison_detects_another_activation(llm: Any, truth: Truth, monkeypat
         self._biases = biases
         return value
 
-    monkeypatch.setattr(mlp.MlpHead, "values", wrong)
+    monkeypatch.setattr(mlp_head.MlpHead, "values", wrong)
     with pytest.raises(AssertionError):
         compare(llm, truth)
 

@@ -27,7 +27,7 @@ from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.log import steering_logger
 from vllm_steer.program.token_program import HeadRead, MlpRead
 from vllm_steer.taps.heads import Head, LensHead, Places, chosen_outputs, parts
-from vllm_steer.taps.mlp import MlpHead
+from vllm_steer.taps.mlp_head import MlpHead
 from vllm_steer.taps.ops import DeviceOps
 from vllm_steer.taps.tables import OPEN_END, Tables, upload
 

@@ -38,7 +38,7 @@ from vllm_steer.program.instructions import CAPTURE, GATE, REPLACE_AT
 from vllm_steer.program.position_runs import NO_RUN
 from vllm_steer.program.records import BOUND_FIELDS, CONDITION_FIELDS, STOP_COLUMN, RequestRecords
 from vllm_steer.program.token_program import MlpRead
-from vllm_steer.taps.mlp import MlpHead
+from vllm_steer.taps.mlp_head import MlpHead
 from vllm_steer.taps.records import state_after
 from vllm_steer.taps.tables import OPEN_END, Tables, upload
 
