@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON schemas of request bodies and response fields, and these fields in vLLM's OpenAPI document.
 
-They derive from the forms in :mod:`vllm_steer.request`. A field of a request is declared in ``request/request_form.py``,
-not here. The parsers in ``request/`` and ``registry/`` validate the bodies.
+They derive from the forms in :mod:`vllm_steer.request`. A field of a request is declared in
+``request/request_form.py``, not here. The parsers in ``request/`` and ``registry/`` validate the bodies.
 """
 
 from __future__ import annotations
