@@ -98,6 +98,20 @@ def test_remembers_live_programs_only() -> None:
     assert list(capabilities._checked.values()) == [program]
 
 
+def test_programs_with_other_vectors_are_checked_for_their_own() -> None:
+    """Catches a program that is served unchecked because the one that it was made from was checked, or was not."""
+    capabilities = Capabilities(4, 64, 1000, "float16", {"post_block": {2: "a reason"}}, SteeringConfig())
+    for layer, problem in ((1, "overflows float16"), (2, "a reason"), (4, "does not exist")):
+        outline = compile_program([Edit(kind="add", point="post_block", layers=layer, vector=[1.0] * 64)])
+        if layer == 1:
+            capabilities.check(outline, 10)
+        program = outline.with_vectors({0: np.full(64, 1e5, "<f4").tobytes()})
+        assert program is not None and program.outline is outline
+        for _ in range(2):
+            with pytest.raises(SteeringError, match=problem):
+                capabilities.check(program, 10)
+
+
 def positions_program(tokens: Any, path: str = "steering[0]") -> Program:
     edit = Edit(kind="add", point="post_block", layers=0, vector=[1.0] * 64, tokens=tokens)
     return compile_program([edit], edit_paths=[path])

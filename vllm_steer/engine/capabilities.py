@@ -104,10 +104,16 @@ class Capabilities:
             prompt_len: Length of the prompt in tokens. None skips the checks that depend on it.
             max_tokens: Most generated tokens. None skips the checks of positions and of the capture budget.
         """
-        # Requests with equal programs share the object, so its sites are checked once.
+        # Requests with equal programs share the object, and those that differ in vectors only share the outline, so its
+        # sites are checked once.
+        outline = program.outline
         if self._checked.get(id(program)) is not program:
-            self._check_sites(program)
+            if self._checked.get(id(outline)) is not outline:
+                self._check_sites(outline)
+                self._checked[id(outline)] = outline
+            check_overflow(program, self.dtype)
             self._checked[id(program)] = program
+        program = outline
         if prompt_len is not None:
             resolved = resolve(program, prompt_len, self.num_layers, max_segments=self.config.max_segments)
             self._check_size(resolved)
@@ -129,7 +135,6 @@ class Capabilities:
             self._check_range(edit, source, source)
             point = POINT_NAMES[edit.point]
             self._check_served(edit, self.refused.get(point, {}), f"{KIND_OF[edit.code]} at {point}", source)
-        check_overflow(program, self.dtype)
         for i, capture in enumerate(program.captures):
             hooks = f"{program.capture_source(i)}.hooks.{POINT_NAMES[capture.point]}"
             self._check_range(capture, hooks, f"{program.capture_source(i)}.positions")
@@ -209,6 +214,7 @@ class Capabilities:
 
     def most_row_bytes(self, program: Program, prompt_len: int | None, max_tokens: int | None) -> int:
         """Return the most bytes of captured rows that one sample of a checked program can store."""
+        program = program.outline
         # The maximum over all prompt lengths is at the shortest or the longest prompt.
         lengths = (1, self.max_model_len - 1) if prompt_len is None else (prompt_len,)
         return max(self._most_bytes(resolve(program, each, self.num_layers), each, max_tokens) for each in lengths)

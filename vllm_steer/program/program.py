@@ -7,6 +7,7 @@ two requests have equal digests and therefore share vectors, table rows and pref
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +36,12 @@ NO_PROJECTION = -1
 _FIELD = "extra_args.steer"
 _NOT_A_PROGRAM = "is reserved for compiled programs; set steering_vectors, steering, capture or readouts instead"
 _SHARED_SOURCES = (MODULES_FIELD, GLOBAL_SOURCE, SERVER_WIDE_SOURCE)
+_OUTLINE = "_outline"
+_OF_STRUCTURE = (
+    "points", "selections", "selected_parts", "own_positions", "has_records", "part_selections", "gate_groups",
+    "has_names", "needs_prompt", "layout", "num_conditions",
+)  # fmt: skip
+"""Properties that do not depend on the content of vectors."""
 _INCONSISTENT = "the parts of the program do not fit together; compile it with this version of vllm-steer"
 
 
@@ -90,7 +97,39 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         cached = PROGRAM_CACHE.get(data) or CachedProgram(msgspec.msgpack.decode(data, type=Program), False, data)
         if not cached.verified:
             cached = PROGRAM_CACHE.put(cached._replace(verified=True))
+            if self.outline is not self:
+                cached.program._follow(self.outline)
         return cached.data
+
+    @property
+    def outline(self) -> Program:
+        """The program that this one was made from by :meth:`with_vectors`; otherwise the program itself.
+
+        What follows from a program's structure can be found out once, for its outline.
+        """
+        outline: Program = vars(self).get(_OUTLINE, self)
+        return outline
+
+    def _follow(self, outline: Program) -> None:
+        """Take over what follows from the structure of a program that differs in vectors only."""
+        known = vars(outline)
+        vars(self).update({name: known[name] for name in _OF_STRUCTURE if name in known}, **{_OUTLINE: outline})
+
+    def with_vectors(self, changed: Mapping[int, bytes]) -> Program | None:
+        """Return the program with other vectors, by index, of the same width.
+
+        Returns:
+            None if two vectors are equal, because a program has equal vectors once.
+        """
+        digests, vectors = list(self.digests), list(self.vectors)
+        for index, data in changed.items():
+            digests[index], vectors[index] = content_digest(data), memoryview(data)
+        if len(set(digests)) < len(digests):
+            return None
+        edits = tuple(edit.with_strength(edit.strength, digests) for edit in self.edits)
+        made = msgspec.structs.replace(self, edits=edits, digests=tuple(digests), vectors=tuple(vectors))
+        made._follow(self.outline)
+        return made
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Program:

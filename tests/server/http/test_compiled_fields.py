@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
+import base64
+from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from vllm_steer import SteeringError
 from vllm_steer.params import PROGRAM_KEY, compile_fields
+from vllm_steer.program import Program
 from vllm_steer.request import pack_vector
 from vllm_steer.server.http import compiled_fields
 from vllm_steer.server.http.compiled_fields import compile_json_fields
+
+CAPTURE: dict[str, Any] = {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}
+EDITS: list[Any] = [{"kind": "ablate", "point": "post_block", "layers": 2, "vector": [1.0] * 8}]
+PROPERTIES = [name for name, each in vars(Program).items() if isinstance(each, cached_property)]
 
 
 def fields(**changes: Any) -> dict[str, Any]:
@@ -38,6 +46,69 @@ def test_a_vector_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"steering_vectors": {"post_block": {"1": {"vector": pack_vector(np.full(8192, 1.5, dtype="f4"))}}}}
     assert compile_json_fields(given) == compile_json_fields(given) == compile_fields(given)
     assert len(calls) == 1
+
+
+def vectors(*numbers: Any, kind: str = "<f4", **more: Any) -> dict[str, Any]:
+    """Return fields with a vector for each number, of which the first has a scale."""
+    packed = [pack_vector(np.full(8, number, dtype="f4")) for number in numbers]
+    if kind == "<f2":
+        halves = [base64.b64encode(np.full(8, number, kind).tobytes()).decode() for number in numbers]
+        packed = [{"dtype": "float16", "shape": [8], "data": data} for data in halves]
+    layers: dict[str, Any] = {str(i): each for i, each in enumerate(packed)}
+    layers["0"] = {"vector": packed[0], "scale": 2.0}
+    return {
+        "steering_vectors": {"post_block": layers},
+        "decode_steering_vectors": {"pre_attn": {"3": pack_vector(np.full(8, numbers[-1] + 100))}},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("numbers", [(3.0, 4.0), (103.0, 3.0), (1.0, 1.0), (0.0, 2.0), (3.0,), (3.0, 4.0, 5.0)])
+@pytest.mark.parametrize("kind", ["<f4", "<f2"])
+@pytest.mark.parametrize("more", [{}, {"steering": EDITS}, {"readouts": fields()["readouts"]}, {"capture": CAPTURE}])
+def test_fields_with_other_vectors_are_compiled_alike(numbers: Any, kind: str, more: dict[str, Any]) -> None:
+    """Catches an outline with vectors in the wrong places, without some digests, or of other fields."""
+    for earlier in ((1.0, 2.0), (7.0,), (7.0, 8.0, 9.0)):
+        compile_json_fields(vectors(*earlier, kind=kind, **more))
+    given = vectors(*numbers, kind=kind, **more)
+    compiled = compile_json_fields(given)
+    assert compiled == compile_fields(given)
+    program, own = (
+        Program.from_bytes(compiled[PROGRAM_KEY]),
+        msgspec.msgpack.decode(compiled[PROGRAM_KEY], type=Program),
+    )
+    assert {name: getattr(program, name) for name in PROPERTIES} == {name: getattr(own, name) for name in PROPERTIES}
+
+
+def test_other_vectors_are_compiled_from_an_outline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches outlines without effect, and programs that do not share what follows from their structure."""
+    calls: list[Any] = []
+    monkeypatch.setattr(compiled_fields, "_outlines", {})
+    monkeypatch.setattr(compiled_fields, "compile_fields", lambda given: calls.append(given) or compile_fields(given))
+    first, second = (compile_json_fields(vectors(number, number + 1)) for number in (11.0, 13.0))
+    programs = [Program.from_bytes(each[PROGRAM_KEY]) for each in (first, second)]
+    assert len(calls) == 1
+    assert programs[1].outline is programs[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"data": None}, r"\[0\]\.data: must be a base64 string"),
+        ({"data": "!" * 44}, r"\[0\]\.data: is not valid base64"),
+        ({"data": "AAAA"}, r"\[0\]\.data: has 4 characters"),
+        ({"data": pack_vector(np.full(8, 1.0))["data"][:-4] + "gH8="}, r"\[0\]\[7\]: is .* in float32"),
+        ({"data": "A" * 43 + "=", "more": 1}, r"\[0\]: a packed array has the keys"),
+    ],
+)
+def test_invalid_vectors_are_refused_after_valid_ones(wrong: dict[str, Any], problem: str) -> None:
+    """Catches an outline that takes a vector unseen, and an error without the path of the vector."""
+    for number in (1.0, 2.0):
+        valid = {"steering_vectors": {"post_block": {"0": pack_vector(np.full(8, number))}}}
+        compile_json_fields(valid)
+    valid["steering_vectors"]["post_block"]["0"].update(wrong)
+    with pytest.raises(SteeringError, match=r"steering_vectors\.post_block" + problem):
+        compile_json_fields(valid)
 
 
 @pytest.mark.parametrize("changed", [{"bias": 1.0}, {"layer": 2}, {"sigmoid": True}, {"positions": "all"}])

@@ -44,11 +44,11 @@ def pack_body(body: bytes, document: Mapping[str, Any]) -> bytes:
         changed = True
         return packed
 
-    fields = {name: _map_vectors(document[name], pack) for name in SHORT_FIELDS if name in document}
+    fields = {name: map_vectors(document[name], pack) for name in SHORT_FIELDS if name in document}
     return msgspec.json.encode({**document, **fields}) if changed else body
 
 
-def _map_vectors(by_point: Any, change: Callable[[Any], Any]) -> Any:
+def map_vectors(by_point: Any, change: Callable[[Any], Any]) -> Any:
     """Return ``{point: {layer: vector}}`` with changed vectors; other values stay as they are."""
     if not isinstance(by_point, dict):
         return by_point
