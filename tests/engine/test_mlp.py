@@ -114,7 +114,7 @@ MISUSES: dict[str, tuple[dict[str, Any], str, str]] = {
                     "readouts.r.projections[1]", "deep/relu has a hidden layer"),
     "capture": ({"capture": {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["deep/relu"]}}}},
                 "capture.memory.reduce.probes[0]", "deep/relu has a hidden layer"),
-    "unknown": ({"readouts": {"r": {**NAMED, "probe": "deep/tanhh"}}}, "readouts.r.probe[0]", "gelu, relu, silu, tanh"),
+    "unknown": ({"readouts": {"r": {**NAMED, "probe": "deep/tanhh"}}}, "readouts.r.probe", "gelu, relu, silu, tanh"),
 }  # fmt: skip
 
 

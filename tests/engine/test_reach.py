@@ -38,7 +38,7 @@ def no_effect(output: Any) -> list[tuple[Any, ...]]:
         ({"steering": [add("all"), add([500])]}, r"steering\[1\].tokens: position 500"),
         ({"steering": [add([LENGTH + 7])]}, r"steering\[0\].tokens: position 11"),
         ({"capture": {"memory": {"hooks": HOOKS, "positions": [1, 500]}}}, "capture.memory.positions: position 500"),
-        ({"steering": [add([-9])]}, r"steering\[0\]: .*before the start of a prompt of 4 tokens"),
+        ({"steering": [add([-9])]}, r"steering\[0\]\.tokens: .*before the start of a prompt of 4 tokens"),
     ],
 )
 def test_refuses_what_cannot_be_reached(llm: Any, fields: dict[str, Any], path: str) -> None:

@@ -104,7 +104,7 @@ def test_cached_prompt_is_read_again(llm: Any) -> None:
         ({"probe": [1.0] * HIDDEN, "point": "post_block", "layer": 9}, "readouts.p.layer"),
         ({"probe": [1.0] * 3, "point": "post_block", "layer": 1}, "readouts.p"),
         ({"probe": [1.0] * HIDDEN, "point": "mlp_out", "layer": 1}, "readouts.p"),
-        ({"probe": "nothing/here", "point": "post_block", "layer": 1}, "readouts.p.probe[0]"),
+        ({"probe": "nothing/here", "point": "post_block", "layer": 1}, "readouts.p.probe"),
         ({"projections": np.ones((40, HIDDEN)), "point": "post_block", "layer": 1}, "readouts"),
     ],
 )

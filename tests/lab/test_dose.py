@@ -90,6 +90,7 @@ def test_an_interrupted_study_goes_on(llm: Any, tmp_path: Path, monkeypatch: pyt
     ("changed", "message"),
     [
         ({"prompts": PROMPTS[:7]}, "prompts: has the length 7; give at least 8 prompts"),
+        ({"prompts": [*PROMPTS, PROMPTS[1]]}, rf"prompts\[{len(PROMPTS)}\]: is prompts\[1\] again; give each"),
         ({"doses": [0.5, -1]}, "doses: must be positive numbers"),
         ({"doses": []}, "doses: must be positive numbers"),
         ({"controls": 1}, "controls: must be 2 to 1000, not 1"),

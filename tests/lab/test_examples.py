@@ -12,7 +12,7 @@ import pytest
 
 from vllm_steer import SteeringError
 from vllm_steer.lab import Examples, read_examples
-from vllm_steer.lab.examples import read_prompts
+from vllm_steer.lab.examples import read_prompts, read_texts
 
 PAIRS = [{"positive": f"good {i}", "negative": f"bad {i}", "id": i} for i in range(6)]
 LABELLED = [{"text": f"text {i}", "label": i % 2 == 0} for i in range(8)]
@@ -62,6 +62,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """Catches an error without the name of the file."""
     with pytest.raises(SteeringError, match=r"none\.jsonl cannot be read: No such file"):
         read_examples(tmp_path / "none.jsonl")
+
+
+def test_json_in_a_file_of_plain_texts_is_refused(tmp_path: Path) -> None:
+    """Catches lines of JSON whose braces and keys are read as text because the file has another suffix."""
+    lines = written(tmp_path, [{"text": "one"}, {"text": "two"}])
+    assert [each.text for each in read_texts(lines)] == ["one", "two"]
+    with pytest.raises(SteeringError, match=r"lines\.json has JSON in its lines; give it the suffix \.jsonl"):
+        read_texts(lines.rename(lines.with_suffix(".json")))
+    plain = tmp_path / "plain.txt"
+    plain.write_text("{an aside} of\n[1]\n")
+    assert [each.text for each in read_texts(plain)] == ["{an aside} of", "[1]"]
 
 
 @pytest.mark.parametrize("given", [PAIRS, LABELLED])

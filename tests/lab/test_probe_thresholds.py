@@ -56,6 +56,9 @@ def test_recall_at_few_false_positives() -> None:
         "recall_at tells it at rates from 0.011"
     )
     assert few.recall_at(0.011) is not None, "the rate that it names"
+    for rate in (0, 1, 2):
+        with pytest.raises(SteeringError, match=f"rate: must be above 0 and below 1, such as 0.01; not {rate}"):
+            few.recall_at(rate)
     many = normal(3, 1000).recalls
     assert "recall at 1 % false positives 7" in many and "recall at 0.1 % false positives " in many
     assert "not told" not in many

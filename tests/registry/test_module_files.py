@@ -15,6 +15,7 @@ from safetensors.torch import save
 
 from tests.registry.modules import content, module, registry, vector
 from vllm_steer.errors import SteeringError
+from vllm_steer.registry.directions import save_module
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.module import parse_module
 from vllm_steer.registry.module_files import MAX_HEADER_BYTES, read_module, write_module
@@ -26,6 +27,13 @@ def test_file_round_trip() -> None:
     """Catches a part of a module that is lost in the file."""
     about = ModuleMetadata("d", "m", {"a": "b"})
     assert read_module(write_module(module(), about)) == (module(), about)
+
+
+def test_another_suffix_is_refused_with_the_file_that_was_named(tmp_path: Path) -> None:
+    """Catches the name of a temporary file in the error, and one that is left behind."""
+    with pytest.raises(SteeringError, match=r"out: \S*/x\.pt has an unknown suffix; use \.safetensors or \.gguf"):
+        save_module(tmp_path / "x.pt", {"base": {"post_block": {"1": [1.0]}}}, "m", {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_registered_module_is_saved_whole(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ INVALID_FIELDS: dict[str, tuple[str, str, str]] = {
     "unknown part": ('"steering": [' + EDIT + ', "layer": 1}]', "steering[0]", "layer"),
     "boolean layers": ('"steering": [' + EDIT.replace(": 1,", ": true,") + "}]", "steering[0].layers", "layer"),
     "empty range": ('"steering": [' + EDIT + ', "tokens": [[5, 5]]}]', "steering[0].tokens[0]", "empty"),
-    "before the prompt": ('"steering": [' + EDIT + ', "tokens": [-500]}]', "steering[0]", "reaches before"),
+    "before the prompt": ('"steering": [' + EDIT + ', "tokens": [-500]}]', "steering[0].tokens", "reaches before"),
     "beyond the end": ('"steering": [' + EDIT + ', "tokens": [256]}]', "steering[0]", "max_model_len"),
     "unknown field": ('"steering_vector": {}', "steering_vector", "steering_vectors"),
     "field too deep": ('"extra_body": {"steering": []}', "extra_body.steering", "top"),

@@ -50,6 +50,7 @@ def make(
         from vllm_steer.lab.examples import read_examples
         from vllm_steer.lab.methods import METHODS, scikit_learn
         from vllm_steer.lab.methods import make as make_directions
+        from vllm_steer.registry.vector_files import check_suffix
         from vllm_steer.request.scalars import read_choice
 
         # Before the model is loaded, which takes long.
@@ -57,8 +58,7 @@ def make(
         if chosen == "probe":
             scikit_learn("linear_model")
         given = read_collection(layers, positions, pool)
-        if out.suffix not in (".safetensors", ".gguf"):
-            raise SteeringError("out", f"{out} has an unknown suffix; use .safetensors or .gguf")
+        check_suffix(out)
         engine = start_engine(model, context.args, "make")
         found = make_directions(engine, read, method=chosen, point=point, seed=seed, use_tqdm=True, **given)
         found.save(out, [found.best] if best else None)

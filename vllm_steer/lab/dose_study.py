@@ -101,6 +101,10 @@ def dose(
     if len(read) < _LEAST_PROMPTS:
         problem = f"has the length {len(read)}; give at least {_LEAST_PROMPTS} prompts, half of which are held out"
         raise SteeringError("prompts", problem)
+    seen: dict[str, int] = {}
+    for i, each in enumerate(read):
+        if (first := seen.setdefault(json.dumps(each), i)) < i:  # a held-out prompt would also choose
+            raise SteeringError(f"prompts[{i}]", f"is prompts[{first}] again; give each prompt once")
     grid = tuple(sorted({read_number(each, f"doses[{i}]") for i, each in enumerate(doses)}))
     if not grid or grid[0] <= 0:
         raise SteeringError("doses", f"must be positive numbers, not {list(doses)}; controls have the negative ones")

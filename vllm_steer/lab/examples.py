@@ -144,6 +144,9 @@ def read_texts(source: Source | Iterable[Any]) -> list[TextLine]:
             plain = Path(source).read_text("utf-8").split("\n")
         except (OSError, UnicodeError) as error:
             raise SteeringError("texts", f"{source} cannot be read: {error}; use UTF-8 text or .jsonl") from None
+        first = next(filter(str.strip, plain), "")
+        if first.lstrip().startswith("{") and _is_json(first):
+            raise SteeringError("texts", f"{source} has JSON in its lines; give it the suffix .jsonl")
         name, texts = str(source), [TextLine(t, None, f"{source}:{i}") for i, t in enumerate(plain, 1) if t.strip()]
     else:
         given = source if isinstance(source, (str, Path)) else list(source)
@@ -161,6 +164,14 @@ def read_texts(source: Source | Iterable[Any]) -> list[TextLine]:
     if not texts:
         raise SteeringError(name, "is empty; give at least one text")
     return texts
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _objects(source: Source, field: str, key: str | None = None) -> tuple[str, list[tuple[str, Mapping[str, Any]]]]:

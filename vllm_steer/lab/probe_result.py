@@ -130,7 +130,11 @@ class ProbeResult:
         """Return the recall at a rate of false positives; None if there are too few negative texts for the rate.
 
         At most this share of further negative texts is expected to score above the threshold.
+
+        Raises:
+            SteeringError: The rate is not above 0 and below 1.
         """
+        rate = read_rate(rate, "rate")
         positive, negative = self.scores[self.labels], self.scores[~self.labels]
         if len(negative) < least_negatives(rate):
             return None
@@ -328,11 +332,17 @@ def read_probe(path: str | Path, name: str | None = None) -> tuple[str, Probe, M
     return chosen, probe, metadata, thresholds
 
 
+def read_rate(value: object, field: str) -> float:
+    """Return a rate of false positives; raise SteeringError for anything else."""
+    rate = read_number(value, field)
+    if not 0 < rate < 1:
+        raise SteeringError(field, f"must be above 0 and below 1, such as 0.01; not {shown(value)}")
+    return rate
+
+
 def check_rate(value: object, labels: Labels) -> None:
     """Raise SteeringError unless a value is a rate of false positives, and there are enough negative labels for it."""
-    rate, negatives = read_number(value, "false_positives"), int((~labels).sum())
-    if not 0 < rate < 1:
-        raise SteeringError("false_positives", f"must be above 0 and below 1, such as 0.01; not {shown(value)}")
+    rate, negatives = read_rate(value, "false_positives"), int((~labels).sum())
     if negatives < (least := least_negatives(rate)):
         problem = f"a rate of {rate:g} needs {least} negative texts that choose the threshold"
         raise SteeringError("false_positives", f"{problem}, not {negatives}; give more texts, or a larger rate")

@@ -122,7 +122,7 @@ def _bind_sae(readout: CompiledReadout, names: Names, source: str) -> CompiledRe
 def _bind_probe(readout: CompiledReadout, names: Names, vectors: VectorTable, source: str) -> CompiledReadout:
     """Return a readout of a module's probe with its weights, and the reading that is registered with them."""
     name = readout.probes[0]
-    probe = names.probe(name, f"{source}.probe[0]")
+    probe = names.probe(name, f"{source}.probe")
     point = POINT_NAMES[readout.point]
     given = {"bias": readout.bias, "sigmoid": readout.sigmoid, "point": point, "layer": readout.layer}
     probe.check(name, {key: value for key, value in given.items() if key not in readout.omitted}, source)

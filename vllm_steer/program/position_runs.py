@@ -66,7 +66,7 @@ def covered_intervals(program: Program, number: int, prompt_len: int) -> tuple[I
             positions.
     """
     edit, source = program.edits[number], program.edit_source(number)
-    intervals = edit.selector.intervals(prompt_len, source)
+    intervals = edit.selector.intervals(prompt_len, f"{source}.tokens")
     if not edit.num_rows:
         return intervals
     selected = f"{source}.tokens selects, with a prompt of {prompt_len} tokens,"

@@ -42,7 +42,7 @@ def read_intervals(program: Program, readout: int, prompt_len: int) -> tuple[Int
                 continue
             field = condition_source(program.edit_source(number), i, len(edit.when))
             if condition.kind == TOKEN:
-                intervals += edit.selector.intervals(prompt_len, program.edit_source(number))
+                intervals += edit.selector.intervals(prompt_len, f"{program.edit_source(number)}.tokens")
             elif condition.kind in OF_PROMPT:
                 intervals.append(_prompt_interval(condition, prompt_len, field))
             else:
@@ -77,7 +77,7 @@ def resolve_records(program: Program, prompt_len: int) -> RequestRecords:
             if condition.kind == TOKEN:
                 continue
             field = condition_source(source, i, len(edit.when))
-            first = edit.selector.intervals(prompt_len, source)[0][0]
+            first = edit.selector.intervals(prompt_len, f"{source}.tokens")[0][0]
             if first < prompt_len:
                 raise SteeringError(
                     f"{field}.window",

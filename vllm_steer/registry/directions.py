@@ -16,7 +16,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.points import PointName
 from vllm_steer.registry.metadata import ModuleMetadata, encode_numbers, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
-from vllm_steer.registry.vector_files import read_vector_file, write_vector_file
+from vllm_steer.registry.vector_files import check_suffix, read_vector_file, write_vector_file
 from vllm_steer.request import Edit
 from vllm_steer.request.capture_source import no_dose
 from vllm_steer.request.scalars import FLOAT32_MAX, shown
@@ -250,6 +250,7 @@ def replace_module_file(path: str | Path, module: Module, metadata: ModuleMetada
         SteeringError: The file cannot be written.
     """
     target = Path(path)
+    check_suffix(target)
     temporary = target.with_name(f".{os.getpid()}.{target.name}")
     try:
         write_vector_file(temporary, module, metadata)

@@ -74,17 +74,22 @@ def _read(data: bytes, choice: Choice, command: str) -> tuple[Module, ModuleMeta
     return module, metadata
 
 
+def check_suffix(path: Path) -> None:
+    """Raise SteeringError unless files with the suffix of a path can be written."""
+    if path.suffix not in (".safetensors", ".gguf"):
+        raise SteeringError("out", f"{path} has an unknown suffix; use .safetensors or .gguf")
+
+
 def write_vector_file(path: Path, module: Module, metadata: ModuleMetadata) -> None:
     """Write a module as ``.safetensors``, or as the control vector of repeng and llama.cpp as ``.gguf``.
 
     Raises:
         SteeringError: The suffix is another one, or a control vector cannot contain the module.
     """
+    check_suffix(path)
     if path.suffix == ".safetensors":
         path.write_bytes(write_module(module, metadata))
         return
-    if path.suffix != ".gguf":
-        raise SteeringError("out", f"{path} has an unknown suffix; use .safetensors or .gguf")
     if beyond := [key for key in ("prefill", "decode", EDITS, PROBES) if getattr(module, key)]:
         raise SteeringError("out", f"a control vector has no place for {', '.join(beyond)}; write .safetensors")
     for edit in module.base:
@@ -94,7 +99,7 @@ def write_vector_file(path: Path, module: Module, metadata: ModuleMetadata) -> N
     try:
         import gguf
     except ImportError:
-        raise SteeringError("out", f"{path} needs the package gguf; {install_hint('gguf')}") from None
+        raise SteeringError("out", f".gguf files need the package gguf; {install_hint('gguf')}") from None
     writer = gguf.GGUFWriter(path, "controlvector")
     writer.add_string("controlvector.model_hint", metadata.model or "")
     writer.add_uint32("controlvector.layer_count", len(module.base))

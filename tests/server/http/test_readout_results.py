@@ -302,7 +302,7 @@ async def test_plain_requests_are_unchanged() -> None:
         ({"readouts": {"p": {**PROBE, "layer": 99}}}, "readouts.p.layer"),
         ({"readouts": {"p": {**PROBE, "probe": [1.0, "x"]}}}, "readouts.p.probe[1]"),
         ({"readouts": {"p": {**PROBE, "probe": [1.0]}}}, "readouts.p"),
-        ({"readouts": {"p": {**PROBE, "probe": "no/probe"}}}, "readouts.p.probe[0]"),
+        ({"readouts": {"p": {**PROBE, "probe": "no/probe"}}}, "readouts.p.probe"),
         ({"readouts": {"p": {"point": "post_block", "layer": 1}}}, "readouts.p"),
         ({"readouts": {"p": {**PROBE, "scale": 1}}}, "readouts.p"),
         ({"readouts": []}, "readouts"),
