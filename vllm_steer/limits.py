@@ -28,7 +28,7 @@ MAX_TOTAL_CONDITIONS = 256
 """Upper bound of the engine limit ``max_conditions``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Limit:
     """An integer setting with a default and an inclusive range."""
 
@@ -76,7 +76,7 @@ class Limit:
         raise argparse.ArgumentTypeError(f"must be an integer from {self.low} to {self.high}, not {text!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EngineLimit(Limit):
     """A limit that is fixed when the engine starts; ``name`` is its field of ``SteeringConfig``."""
 
@@ -88,7 +88,7 @@ class EngineLimit(Limit):
         return f"raise it with {self.flag} or SteeringConfig({self.name}=...)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ServerLimit(Limit):
     """A limit that the server enforces before a request reaches the engine."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -83,8 +84,8 @@ class SampleState:
     """State of one sample with a program."""
 
     shared: SharedState = field(default_factory=SharedState)
-    applied: SteeringApplied | None = None
-    """Steering that was applied to the request."""
+    applied_json: bytes = b""
+    """Steering that was applied to the request; empty if none was."""
     selections: Selections = NOTHING_SELECTED
     """Selections of the request; empty if no steering was applied."""
     capture: RunningCapture | None = None
@@ -100,6 +101,11 @@ class SampleState:
     """Whether the HTTP response reads the readouts, so that outputs carry none."""
     controller_error: str | None = None
     """Error of the sample's controller. Set in any thread."""
+
+    @cached_property
+    def applied(self) -> SteeringApplied | None:
+        """Steering that was applied to the request. HTTP responses have `applied_json` instead."""
+        return SteeringApplied.model_validate_json(self.applied_json) if self.applied_json else None
 
     @property
     def readouts(self) -> ReadoutStream | None:
@@ -240,7 +246,7 @@ def attach_sample(output_processor: Any, request: Any) -> SampleState | None:
         sample.shared = vars(state.parent_req).setdefault(_REQUEST, sample.shared)
     setattr(state, SAMPLE, sample)
     if applied := (request.sampling_params.extra_args or {}).get(APPLIED_KEY):
-        sample.applied = SteeringApplied.model_validate_json(applied)
+        sample.applied_json = applied
         sample.selections = Selections(program.selections, program.selected_parts)
     specs = capture_specs(request.sampling_params)
     if specs or program.has_records:

@@ -11,7 +11,6 @@ from vllm_steer.metrics.collectors import add
 from vllm_steer.metrics.definitions import REFUSED_FIELDS
 from vllm_steer.params import program_bytes
 from vllm_steer.program import Program
-from vllm_steer.program.instructions import KIND_OF
 
 NO_CAPACITY = "capacity"
 """Value of the label ``field`` for a valid request that timed out while it waited for capacity."""
@@ -32,11 +31,9 @@ def count_request(model_name: str, sampling_params: Any) -> None:
         return
     kind = "_".join(name for name, parts in (("steered", program.edits), ("captured", program.captures)) if parts)
     add("requests", model_name=model_name, kind=kind or "plain")
-    edits: list[str] = [KIND_OF[step.code] for step in program.edits]
-    readouts: list[str] = [each.kind.name for each in program.readouts]
-    for key, kinds in (("edits", edits), ("readouts", readouts)):
-        for each in set(kinds):
-            add(key, kinds.count(each), model_name=model_name, kind=each)
+    for key, kinds in program.kinds.items():
+        for each, count in kinds.items():
+            add(key, count, model_name=model_name, kind=each)
 
 
 def count_gates(model_name: str, covered: int, opened: int) -> None:

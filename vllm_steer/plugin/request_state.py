@@ -47,7 +47,7 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
         sample: SampleState = getattr(self, SAMPLE)
         if finish_reason is None:  # hot path: called for every request in every step
             output = _make_request_output(self, new_token_ids, pooling_output, None, stop_reason, *args, **kwargs)
-            if output is not None:
+            if output is not None and sample.listener is None:
                 output.steering_applied = sample.applied
             return output
         if self.queue is not None and (reason := refusal(finish_reason, stop_reason)) is not None:
@@ -57,7 +57,7 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
                 sample.refused_parents.append(self.parent_req.request_id)
             return None
         output = _make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
-        if output is not None:
+        if output is not None and sample.listener is None:
             output.steering_applied = sample.applied_when(output.finished)
         return output
 

@@ -7,6 +7,7 @@ two requests have equal digests and therefore share vectors, table rows and pref
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -39,7 +40,7 @@ _SHARED_SOURCES = (MODULES_FIELD, GLOBAL_SOURCE, SERVER_WIDE_SOURCE)
 _OUTLINE = "_outline"
 _OF_STRUCTURE = (
     "points", "selections", "selected_parts", "own_positions", "has_records", "part_selections", "gate_groups",
-    "has_names", "needs_prompt", "layout", "num_conditions",
+    "has_names", "kinds", "needs_prompt", "layout", "num_conditions",
 )  # fmt: skip
 """Properties that do not depend on the content of vectors."""
 _INCONSISTENT = "the parts of the program do not fit together; compile it with this version of vllm-steer"
@@ -351,6 +352,19 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         ]
         edits = [(edit.digest, edit.tokens, edit.when, edit.parts) for edit in self.edits]
         return content_digest(msgspec.msgpack.encode((readouts, edits)))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of the content without the paths in the request."""
+        return content_digest(
+            msgspec.msgpack.encode((self.edits, self.captures, self.digests, self.readouts, self.stops))
+        )
+
+    @cached_property
+    def kinds(self) -> Mapping[str, Mapping[str, int]]:
+        """Number of edits and of readouts by kind, for metrics."""
+        edits, readouts = (KIND_OF[edit.code] for edit in self.edits), (each.kind.name for each in self.readouts)
+        return {"edits": Counter[str](edits), "readouts": Counter[str](readouts)}
 
     @cached_property
     def resolve_cache(self) -> dict[Any, Any]:

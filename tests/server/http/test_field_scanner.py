@@ -109,6 +109,12 @@ def test_the_fast_parser_finds_the_same(text: str) -> None:
     assert found.document is None or (found.document == json.loads(text) and slow.problem is None)
 
 
+def test_colons_in_texts_do_not_hide_duplicates() -> None:
+    """Catches prompts with colons that are read by the slow parser, and an escaped colon that stands for a key's."""
+    assert find_fields(b'{"prompt": "a: b", "steering": [1]}').document == {"prompt": "a: b", "steering": [1]}
+    assert find_fields(b'{"prompt": "\\u003A", "steering": [1], "steering": [1]}').problem is not None
+
+
 def test_duplicates_outside_the_fields_are_ignored() -> None:
     """Catches a refusal of what vLLM accepts."""
     body = b'{"prompt": 1, "prompt": 2, "metadata": {"a": 1, "a": 2}, "steering": [{"kind": "add"}]}'

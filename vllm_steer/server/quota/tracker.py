@@ -7,12 +7,10 @@ disconnects. Not thread-safe: call from the event loop only.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 from fastapi import FastAPI
 
 from vllm_steer.errors import SteeringError
@@ -139,10 +137,7 @@ class QuotaTracker:
         self.check_count(REQUEST_LAYERS, len(layers))
         first = len(program.edits) - len(edits)
         check_magnitude(program, self.limit(MAX_NORM, None), first, streams_at=streams_at)
-        content = msgspec.msgpack.encode(
-            (program.edits, program.captures, program.digests, program.readouts, program.stops)
-        )
-        return ProgramUsage(hashlib.blake2b(content, digest_size=16).digest(), vectors)
+        return ProgramUsage(program.digest, vectors)
 
     def check_count(self, limit: ServerLimit, count: int) -> None:
         """Raise ``TooLargeError`` if one request has more than ``limit`` allows."""
