@@ -125,6 +125,7 @@ DECODING = {"several": (9, 1), "projected": (4, 1), "rows": (30, 1)}
         {"projected": (0, 7)},
         {"rows": (0, 2)},
         {"several": (3, 1), "rows": (0, 1)},
+        {"several": (9, 1), "rows": (30, 1)},  # one row of the step is not among the rows that leave whole
         {"lens": (3, 2)},
         {"rows": (1, 2), "lens": (5, 1)},
     ],

@@ -288,12 +288,13 @@ async def test_merged_outputs_of_samples() -> None:
     assert outputs[0].steering_trace is not None and outputs[1].steering_trace is None
 
 
-@pytest.mark.parametrize("stops", [True, False])
-async def test_the_token_that_stops_has_rows(stops: bool) -> None:
+@pytest.mark.parametrize("ended_by", ["readout", "length", "stop string"])
+async def test_the_token_that_stops_has_rows(ended_by: str) -> None:
     """Catches the captured row of a stop's token missing, and an edit of that token reported as without effect.
 
-    Without a stop, the last token is not forwarded.
+    Without a stop of a readout, the last token is not forwarded, even if a client's stop string is the same text.
     """
+    stops, reason = ended_by == "readout", stop_reason("mood", len(PROMPT) + 1, 4.0)
     front = FrontEnd()
     capture = {"memory": {"hooks": {"post_block": [1]}, "positions": "all_generated"}}
     last = len(PROMPT) + 1
@@ -307,11 +308,13 @@ async def test_the_token_that_stops_has_rows(stops: bool) -> None:
             if step < 2:
                 front.step(rows([name], start, count, width), row, token(name, 8))
             elif stops:
-                reason = stop_reason("mood", last, 4.0)
                 ending = EngineCoreOutput(name, [], finish_reason=FinishReason.STOP, stop_reason=reason)
                 front.step(rows([name], start, count, width), row, ending)
-            else:
+            elif ended_by == "length":
                 front.step(EngineCoreOutput(name, [], finish_reason=FinishReason.LENGTH))
+            else:
+                front.processor.request_states[name].detokenizer.stop = [reason]
+                front.step(EngineCoreOutput(name, [], finish_reason=FinishReason.STOP, stop_reason=reason))
         output = await queue.get()
         found, kept = output.outputs[0], [3, 4] if stops else [3]
         mood = found.readouts["mood"]

@@ -67,11 +67,12 @@ class ReadoutStream:
         Records of later tokens are kept: they belong to drafts, or to tokens whose output is yet to be processed.
 
         Args:
-            forwarded: Number of prompt and generated tokens with a record, without the last sampled one.
+            forwarded: Number of prompt and generated tokens with a record, without the last sampled one. It never
+                decreases: a preempted request keeps its tokens.
             drop: Whether records are not read again.
         """
         fresh, self._next_chunk = self._assembler.since(self._next_chunk, forwarded)
-        first, self._next_position = self._next_position, max(self._next_position, forwarded)
+        first, self._next_position = self._next_position, forwarded
         positions, records = fresh.records(forwarded)
         if drop:
             self._assembler.drop(self._next_chunk)
