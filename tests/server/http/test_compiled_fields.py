@@ -44,8 +44,10 @@ def test_a_vector_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(compiled_fields, "compile_fields", lambda given: calls.append(given) or compile_fields(given))
     given = {"steering_vectors": {"post_block": {"1": {"vector": pack_vector(np.full(8192, 1.5, dtype="f4"))}}}}
-    assert compile_json_fields(given) == compile_json_fields(given) == compile_fields(given)
-    assert len(calls) == 1
+    first = compile_json_fields(given)
+    calls.clear()
+    assert compile_json_fields(given) == first == compile_fields(given)
+    assert not calls
 
 
 def vectors(*numbers: Any, kind: str = "<f4", **more: Any) -> dict[str, Any]:
@@ -85,10 +87,25 @@ def test_other_vectors_are_compiled_from_an_outline(monkeypatch: pytest.MonkeyPa
     calls: list[Any] = []
     monkeypatch.setattr(compiled_fields, "_outlines", {})
     monkeypatch.setattr(compiled_fields, "compile_fields", lambda given: calls.append(given) or compile_fields(given))
-    first, second = (compile_json_fields(vectors(number, number + 1)) for number in (11.0, 13.0))
-    programs = [Program.from_bytes(each[PROGRAM_KEY]) for each in (first, second)]
-    assert len(calls) == 1
-    assert programs[1].outline is programs[0]
+    given = [vectors(number, number + 1) for number in (11.0, 13.0, 15.0)]
+    programs = [Program.from_bytes(compile_json_fields(each)[PROGRAM_KEY]) for each in given]
+    assert len(calls) == 2  # the first fields, and their outline
+    assert programs[1].outline is programs[2].outline
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"readouts": fields(probe=pack_vector(np.full(8, 21.0)))["readouts"]},
+        {"steering": [{**EDITS[0], "kind": "add", "vector": pack_vector(np.full(8, 21.0))}]},
+        {"steering": [{**EDITS[0], "vector": pack_vector(np.eye(8, dtype="f4")[0])}]},
+    ],
+)
+def test_an_equal_vector_of_another_field_stays(other: dict[str, Any]) -> None:
+    """Catches an outline in which a probe, an edit or an ablated direction follows the vector that it once equalled."""
+    for vector in (np.full(8, 21.0), np.eye(8)[0], np.full(8, 22.0), np.full(8, 21.0), np.eye(8)[0] * 2):
+        given = {"steering_vectors": {"post_block": {"0": pack_vector(vector)}}, **other}
+        assert compile_json_fields(given) == compile_fields(given)
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,20 @@ vectors. Modules are resolved later, so entries do not depend on them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 from cachetools import LRUCache
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import PROGRAM_KEY, compile_fields
 from vllm_steer.program import Program
 from vllm_steer.request.edit_fields import SHORT_FIELDS
-from vllm_steer.request.vector import bytes_of, content_digest, parse_vector
+from vllm_steer.request.vector import bytes_of, content_digest, pack_array, parse_vector
 from vllm_steer.server.http.packed_bodies import map_vectors
 
 MAX_FIELD_BYTES = 64 << 10
@@ -79,25 +80,42 @@ def _compile_vectors(fields: Mapping[str, Any]) -> _Entry:
     if found is not None and (compiled := _fill(found[1], packed)) is not None:
         return compiled
     compiled = compile_fields(fields)
-    if found is None and (outline := _outline_of(compiled, packed)) is not None:
-        _put(_outlines, key, (_size_of(key, compiled), outline))
+    if found is None and (outline := _outline_of(fields, packed)) is not None:
+        _put(_outlines, key, (_size_of(key, outline.compiled), outline))
     return compiled
 
 
 def _take(packed: list[Any], vector: Any) -> Any:
     """Move the data of a packed vector to ``packed``."""
-    if not isinstance(vector, dict) or not isinstance(vector.get("data"), str):
+    if not _is_packed(vector):
         return vector
     packed.append(vector)
     return {**vector, "data": None}
 
 
-def _outline_of(compiled: _Entry, packed: list[Any]) -> _Outline | None:
-    """Return the outline of fields, or None if the program does not have each of the vectors once."""
-    program = Program.from_bytes(compiled[PROGRAM_KEY]) if PROGRAM_KEY in compiled else None
-    digests = [content_digest(bytes_of(parse_vector(vector))) for vector in packed]
-    if program is None or len(set(digests)) < len(digests) or not program.by_digest.keys() >= set(digests):
+def _replace(given: Iterator[Any], vector: Any) -> Any:
+    return next(given) if _is_packed(vector) else vector
+
+
+def _is_packed(vector: Any) -> bool:
+    return isinstance(vector, dict) and isinstance(vector.get("data"), str)
+
+
+def _outline_of(fields: Mapping[str, Any], packed: list[Any]) -> _Outline | None:
+    """Return the outline of valid fields, or None if they have no program.
+
+    A program has equal vectors once, also those of other fields. Random vectors are in the places of the packed ones,
+    so a place is never that of a probe or another edit with the same numbers.
+    """
+    random = np.random.default_rng()
+    stand_ins = [pack_array(random.standard_normal(parse_vector(vector).size, dtype="f4")) for vector in packed]
+    given = iter(stand_ins)
+    changed = {name: map_vectors(fields[name], partial(_replace, given)) for name in SHORT_FIELDS if name in fields}
+    compiled = compile_fields({**fields, **changed})
+    if PROGRAM_KEY not in compiled:
         return None
+    program = Program.from_bytes(compiled[PROGRAM_KEY])
+    digests = [content_digest(bytes_of(parse_vector(vector))) for vector in stand_ins]
     return _Outline(compiled, program, tuple(program.by_digest[digest] for digest in digests))
 
 
