@@ -80,3 +80,30 @@ def test_memory_is_not_reused_during_the_copy(form: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.Tensor, "record_stream", forgotten)
     assert not rows_arrive_unchanged(form, late="copy")
+
+
+def held_steps_keep_their_rows() -> bool:
+    """Return whether the rows of six large steps, held at the same time, have the contents of their own step."""
+    device = torch.device("cuda")
+    copier = DeviceToHostCopier(device, launch_products)
+    entries, one = RowIndex(("request",), ((0,),), b""), np.zeros(1, dtype=np.int64)
+    tokens = 2 * device_to_host._LENT_BYTES // (2 * HIDDEN)
+    plan = CapturePlan((RowStream(entries, one, None),), one, np.array([tokens]), tokens)
+    held, right = [], []
+    for step in range(device_to_host._MAX_LENT + 2):
+        arena = torch.full((tokens, HIDDEN), float(step), device=device).bfloat16()
+        right.append(arena.view(torch.uint8).cpu().numpy())
+        held.append(copier.start(arena, None, plan, (Transfer(b"", None, None),)).wait()[0].rows)
+    return all(np.array_equal(rows, wanted) for rows, wanted in zip(held, right, strict=True))
+
+
+def test_held_rows_keep_their_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows whose pinned memory the next step fills. Negative control: memory that is free although held."""
+    assert held_steps_keep_their_rows()
+
+    def lend_and_free(self: DeviceToHostCopier, buffers: Any, rows: Any) -> bool:
+        self._free.append(buffers)
+        return True
+
+    monkeypatch.setattr(DeviceToHostCopier, "_lend", lend_and_free)
+    assert not held_steps_keep_their_rows()
