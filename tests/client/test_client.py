@@ -219,6 +219,14 @@ def test_arrays_without_dimensions_are_numbers() -> None:
             to_json({"strength": wrong}, "f")
 
 
+def test_a_text_is_not_messages() -> None:
+    """Catches a text whose letters the server takes for messages, with an error for each kind of message."""
+    with Client(model="m") as client:
+        for call in (client.chat, lambda text: list(client.stream_chat(text))):
+            with pytest.raises(SteeringError, match=r"messages: must be a list such as .*, not a text"):
+                call("Hello")
+
+
 async def test_streams_are_refused_where_the_answer_is_whole() -> None:
     """Catches a JSON error for the events of a stream."""
     with Client(model="m") as client:

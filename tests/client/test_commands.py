@@ -108,10 +108,11 @@ def test_other_servers(command: tuple[str, ...], body: str, monkeypatch: pytest.
         ("localhost:8000", "'localhost:8000' has no scheme; write http://localhost:8000"),
         ("127.0.0.1", "'127.0.0.1' has no scheme; write http://127.0.0.1"),
         ("ftp://x", "'ftp://x' must begin with http:// or https://"),
+        ("http://x:8000/v1/", "'http://x:8000/v1/' ends with /v1, which is added to it; write http://x:8000"),
     ],
 )
-def test_a_url_needs_its_scheme(url: str, words: str) -> None:
-    """Catches "localhost has an unsupported protocol", which says nothing about what to write."""
+def test_a_url_is_that_of_the_root(url: str, words: str) -> None:
+    """Catches "unsupported protocol" or "Not Found", which do not tell what to write."""
     assert words in run(url, "status", status=1)
     with pytest.raises(SteeringError, match="url"):
         vllm_steer.client.AsyncClient(url)

@@ -33,6 +33,16 @@ def directions(*layers: int) -> Directions:
     return Directions({n: Direction("post_block", n, units[n], 1.0) for n in layers}, "m", "mean", {})
 
 
+def test_the_probe_of_a_module_scores(llm: Any) -> None:
+    """Catches a name that is read as numbers, and other scores than those of the probe's weights."""
+    llm.steering.register("judge", probes={"joy": {"weights": WEIGHTS, **{k: READOUT[k] for k in ("point", "layer")}}})
+    try:
+        named = dose(llm, directions(0), PROMPTS, **{**SETTINGS, "score": ProbeScore({"probe": "judge/joy"})})
+    finally:
+        llm.steering.delete("judge")
+    assert named.verdict == dose(llm, directions(0), PROMPTS, **SETTINGS).verdict
+
+
 def test_texts_are_scored_without_steering(llm: Any, folder: Path) -> None:
     """Catches a probe that reads the added vector, rows of the prompt, and a perplexity of the steered model."""
     hooked = Hooked(folder)

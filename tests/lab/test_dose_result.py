@@ -209,11 +209,19 @@ def test_scores_and_their_names() -> None:
         with pytest.raises(SteeringError, match=r"score\.positive"):
             Keywords(wrong)
     readout: dict[str, Any] = {"probe": np.ones(4), "point": "post_block", "layer": 1}
+    hidden = [{"weights": np.ones((2, 4)) * scale, "outputs": np.ones(2)} for scale in (1, 2)]
     scores: list[Any] = [
         score, Keywords(["happy"]), ProbeScore(readout), ProbeScore({**readout, "layer": 2}),
-        ProbeScore({**readout, "probe": np.zeros(4)}), repetition,
+        ProbeScore({**readout, "probe": np.zeros(4)}), repetition, ProbeScore({"probe": "calm/joy"}),
+        ProbeScore({"probe": "calm/fun"}), *(ProbeScore({**readout, "probe": each}) for each in hidden),
     ]  # fmt: skip
     assert len({score_name(each) for each in scores}) == len(scores)
+    for bad, words in (
+        ("calm/joy", "score: must have a probe"),
+        ({"probe": "calm"}, r"readouts\.score\.probe: must be"),
+    ):
+        with pytest.raises(SteeringError, match=words):
+            ProbeScore(bad)  # type: ignore[arg-type]
     with pytest.raises(SteeringError, match="score: must be Keywords"):
         score_name("happy")  # type: ignore[arg-type]
     assert [repetition([1, 2]), repetition([1, 2, 3, 4]), repetition([1, 2, 3, 1, 2, 3])] == [0, 0, 0.25]

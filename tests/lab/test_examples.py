@@ -64,14 +64,14 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_examples(tmp_path / "none.jsonl")
 
 
-def test_json_in_a_file_of_plain_texts_is_refused(tmp_path: Path) -> None:
-    """Catches lines of JSON whose braces and keys are read as text because the file has another suffix."""
+def test_a_file_of_plain_texts_has_only_text(tmp_path: Path) -> None:
+    """Catches JSON that is read as text because of the file's suffix, and a byte order mark in the first text."""
     lines = written(tmp_path, [{"text": "one"}, {"text": "two"}])
     assert [each.text for each in read_texts(lines)] == ["one", "two"]
     with pytest.raises(SteeringError, match=r"lines\.json has JSON in its lines; give it the suffix \.jsonl"):
         read_texts(lines.rename(lines.with_suffix(".json")))
     plain = tmp_path / "plain.txt"
-    plain.write_text("{an aside} of\n[1]\n")
+    plain.write_bytes(b"\xef\xbb\xbf{an aside} of\r\n[1]\r\n")  # as Windows writes it
     assert [each.text for each in read_texts(plain)] == ["{an aside} of", "[1]"]
 
 

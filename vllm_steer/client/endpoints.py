@@ -59,9 +59,11 @@ def answer_of(schema: type[S], method: str, path: str, **options: Any) -> Endpoi
 
 
 def generation(path: str, body: Mapping[str, Any], *, stream: bool = False) -> Endpoint[Completion]:
-    """Return a request that generates; raise SteeringError for a stream where the answer comes as a whole."""
+    """Return a request that generates; raise SteeringError for a text as messages, or a stream as a whole answer."""
     if body.get("stream") and not stream:
         raise SteeringError("stream", "is not supported here, where the answer comes as a whole; use stream_chat")
+    if any(isinstance(each, str) for each in body.get("messages", ())):
+        raise SteeringError("messages", 'must be a list such as [{"role": "user", "content": "Hello"}], not a text')
     encoded = to_json({**body, **({"stream": True} if stream else {})}, "body")
     return Endpoint("POST", path, _parse_completion, json=encoded, idempotent=False, names_model=True)
 
@@ -85,12 +87,14 @@ def served_model() -> Endpoint[str]:
 
 
 def check_url(url: str) -> str:
-    """Return the URL of a server; raise SteeringError unless it begins with http:// or https://."""
+    """Return the URL of a server; raise SteeringError unless it begins with http:// or https:// and is the root's."""
     scheme, found, _ = url.partition("://")
     if not found:
         raise SteeringError("url", f"{url!r} has no scheme; write http://{url}")
     if scheme.lower() not in ("http", "https"):
         raise SteeringError("url", f"{url!r} must begin with http:// or https://")
+    if (root := url.rstrip("/")).endswith("/v1"):
+        raise SteeringError("url", f"{url!r} ends with /v1, which is added to it; write {root.removesuffix('/v1')}")
     return url
 
 

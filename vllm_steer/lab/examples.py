@@ -141,7 +141,7 @@ def read_texts(source: Source | Iterable[Any]) -> list[TextLine]:
     """
     if isinstance(source, (str, Path)) and Path(source).suffix != ".jsonl":
         try:
-            plain = Path(source).read_text("utf-8").split("\n")
+            plain = Path(source).read_text("utf-8-sig").split("\n")
         except (OSError, UnicodeError) as error:
             raise SteeringError("texts", f"{source} cannot be read: {error}; use UTF-8 text or .jsonl") from None
         first = next(filter(str.strip, plain), "")

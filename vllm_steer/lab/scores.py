@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
+from vllm_steer.request.scalars import shown
 
 _WORD = re.compile(r"[^\W\d_]+")
 _PROBE = "score"
@@ -51,18 +52,33 @@ class ProbeScore:
     """
 
     readout: dict[str, Any] = field(hash=False)
-    """A probe as in `SamplingParams.readouts`, such as ``direction.probe()``."""
+    """A probe as in `SamplingParams.readouts`, such as ``direction.probe()`` or ``{"probe": "module/probe"}``."""
+
+    def __post_init__(self) -> None:
+        """Raise SteeringError unless the readout is a probe."""
+        if not isinstance(self.readout, Mapping) or "probe" not in self.readout:
+            raise SteeringError("score", f"must have a probe, not {shown(self.readout)}; {_PROBE_HINT}")
+        SamplingParams(readouts={_PROBE: self.readout})
 
 
 Score: TypeAlias = "Callable[[str, str], float] | ProbeScore"
 """A function of prompt and text, or a probe."""
 
 
+def _content(probe: Any) -> bytes:
+    """Return the bytes of a probe's weights, of its hidden layer, or of its name in a module."""
+    if isinstance(probe, str):
+        return probe.encode()
+    if isinstance(probe, Mapping):
+        return b"".join(key.encode() + _content(value) for key, value in sorted(probe.items()))
+    return np.asarray(probe, np.float32).tobytes()
+
+
 def score_name(score: Score) -> str:
     """Return a name by which results of another score are recognised; of a function, its name and not its code."""
     if isinstance(score, ProbeScore):
         probe = {key: value for key, value in score.readout.items() if key != "probe"}
-        weights = np.asarray(score.readout.get("probe"), np.float32).tobytes()
+        weights = _content(score.readout["probe"])
         return f"probe {hashlib.sha256(weights + repr(sorted(probe.items())).encode()).hexdigest()[:16]}"
     if isinstance(score, Keywords):
         words = repr([sorted(score.positive), sorted(score.negative)]).encode()
