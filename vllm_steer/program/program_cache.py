@@ -78,18 +78,26 @@ class ProgramCache(Generic[P]):
             max_bytes, getsizeof=lambda cached: _entry_size(cached.data)
         )
         self._lock = threading.Lock()
+        self._latest: CachedProgram[P] | None = None
+        """The entry found last: a request looks for the same bytes several times in a row."""
 
     def get(self, data: bytes) -> CachedProgram[P] | None:
         """Return the entry of ``data``, or None."""
+        latest = self._latest
+        if latest is not None and latest.data is data:
+            return latest
         with self._lock:
             cached: CachedProgram[P] | None = self._programs.get(cache_key(data))
-        return cached if cached is not None and cached.data == data else None
+            if cached is None or cached.data != data:
+                return None
+            self._latest = cached
+        return cached
 
     def put(self, cached: CachedProgram[P]) -> CachedProgram[P]:
         """Add or replace an entry and return it."""
         if _entry_size(cached.data) <= self._programs.maxsize:
             with self._lock:
-                self._programs[cache_key(cached.data)] = cached
+                self._programs[cache_key(cached.data)] = self._latest = cached
         return cached
 
 

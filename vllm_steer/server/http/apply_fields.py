@@ -268,16 +268,15 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     if context.engine is not None:
         _bind_parts(params, context, context.engine)
         context.engine.check(params, context.prompt_len)
+    program, reservation = program_of(params), context.reservation
     if CAPTURE_FIELD in fields:
-        program = program_of(params)
-        if context.engine is not None and context.reservation is not None and program is not None:
+        if context.engine and reservation and reservation.counts_rows and program is not None:
             most = context.engine.capabilities.most_row_bytes(program, context.prompt_len, params.max_tokens)
-            context.reservation.reserve_rows(most * params.n)
+            reservation.reserve_rows(most * params.n)
         context.consumers = tuple(fields[CAPTURE_FIELD])
-    if PROGRAM_KEY in compiled:
-        program = program_of(params)
-        context.dynamic = program is not None and program.has_records
-        if program is not None and context.dynamic:
+    if program is not None:
+        context.dynamic = program.has_records
+        if context.dynamic:
             _reserve_records(program, params, context)
         context.prompts += 1
         context.samples = params.n

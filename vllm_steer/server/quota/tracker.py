@@ -224,6 +224,11 @@ class Reservation:
         tracker.programs[found.digest] += 1
         self._program = found
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether captured rows count, which they do for requests with an API key only."""
+        return self._usage is not None
+
     def reserve_rows(self, num_bytes: int) -> None:
         """Reserve memory for the captured rows of one prompt, in the model's dtype."""
         usage = self._usage
