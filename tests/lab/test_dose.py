@@ -18,7 +18,7 @@ from vllm_steer import Edit, SamplingParams, SteeringError
 from vllm_steer.cli import lab as commands
 from vllm_steer.cli.main import app
 from vllm_steer.lab import DoseResult, ProbeScore, dose, dose_study, make
-from vllm_steer.registry.directions import Direction, Directions
+from vllm_steer.registry.directions import Direction, Directions, save_module
 
 RANDOM = np.random.default_rng(8)
 PROMPTS = [RANDOM.integers(0, VOCAB, 6).tolist() for _ in range(8)]
@@ -69,7 +69,7 @@ def test_texts_are_scored_without_steering(llm: Any, folder: Path) -> None:
 
 
 def test_an_interrupted_study_goes_on(llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches texts that are generated twice or lost after an interruption, and a result that depends on it."""
+    """Catches texts that are generated twice or lost after an interruption, a changed result, and two writers."""
     monkeypatch.setattr(dose_study, "_QUEUE", 7)
     whole = dose(llm, directions(0, 2), PROMPTS, **SETTINGS)
     assert len(whole.samples) == 8 + 2 * 2 * 4 + 2 * 4 * (2 + 3)
@@ -79,6 +79,8 @@ def test_an_interrupted_study_goes_on(llm: Any, tmp_path: Path, monkeypatch: pyt
     def killed(self: Any, llm: Any, work: Any) -> Any:
         batches.append(len(work))
         if len(batches) == 5:
+            with pytest.raises(SteeringError, match=r"out: a running process writes .*dose\.jsonl; end it, or use"):
+                dose(llm, directions(0, 2), PROMPTS, **SETTINGS, out=path)
             raise KeyboardInterrupt
         return batch(self, llm, work)
 
@@ -103,6 +105,7 @@ def test_an_interrupted_study_goes_on(llm: Any, tmp_path: Path, monkeypatch: pyt
         ({"prompts": [*PROMPTS, PROMPTS[1]]}, rf"prompts\[{len(PROMPTS)}\]: is prompts\[1\] again; give each"),
         ({"doses": [0.5, -1]}, "doses: must be positive numbers"),
         ({"doses": []}, "doses: must be positive numbers"),
+        ({"doses": [0.5, 2000]}, r"doses\[1\]: a dose must be between .*, not 2000; beyond, rounding loses the stream"),
         ({"controls": 1}, "controls: must be 2 to 1000, not 1"),
         ({"layers": [0, 3]}, r"layers: has no vector of layer 3; use some of \[0, 2\]"),
         ({"max_tokens": 507}, "max_tokens: is 507, with which a prompt needs 514 tokens"),
@@ -146,6 +149,13 @@ def test_the_command_runs_the_study(llm: Any, tmp_path: Path, monkeypatch: pytes
     assert (study.layers, study.doses, study.controls, study.shuffles) == ((2,), (0.5,), 3, 5)
     assert study.score == "function judge.length" and DoseResult.load("dose.jsonl").verdict in done.output
     assert all(Path(name).stat().st_size for name in files[1::2])
+    hidden = {"weights": WEIGHTS[None] / 100, "outputs": np.ones(1), "activation": "tanh"}
+    for name, probe in (("linear", {"weights": WEIGHTS}), ("hidden", hidden)):
+        save_module("probe.safetensors", {"probes": {"p": {**probe, "point": "post_block", "layer": 1}}}, "m", {})
+        done = CliRunner().invoke(app, [*command, "--score", "probe.safetensors", "--out", f"{name}.jsonl"])
+        assert done.exit_code == 0, done.output
+        scores = [sample.score for sample in DoseResult.load(f"{name}.jsonl").samples]
+        assert (max(map(abs, scores)) <= 1) == (name == "hidden") and len(set(scores)) > 8
     for words, message in (
         ([], "score: give --words or --score"),
         (["--score", "judge:none"], "judge:none cannot be imported"),
@@ -162,17 +172,16 @@ def test_the_command_runs_the_study(llm: Any, tmp_path: Path, monkeypatch: pytes
     ("words", "message"),
     [
         (["--out", "none/out.jsonl", "--words", "good"], "folder not found: "),
-        (["--out", "out.jsonl", "--score", "probe.safetensors"], "score=ProbeScore(readout) with a probe"),
+        (["--out", "out.jsonl", "--score", "v.safetensors"], "has vectors and no probe"),
         (["--out", "out.jsonl", "--score", "nothing:here"], "give MODULE:FUNCTION"),
     ],
 )
 def test_the_command_fails_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
-    """Catches an output or a score that is refused only after minutes of loading, and a probe without its remedy."""
+    """Catches an output or a score that is refused only after minutes of loading, and vectors taken for a probe."""
     monkeypatch.setattr(commands, "start_engine", lambda *arguments: pytest.fail("loaded the model"))
     monkeypatch.chdir(tmp_path)
-    Path("probe.safetensors").write_bytes(b"")
     directions(0).save("v.safetensors")
     Path("p.jsonl").write_text("".join(f'"{i}"\n' for i in range(8)))
     done = CliRunner().invoke(app, ["dose", "v.safetensors", "--prompts", "p.jsonl", "--model", "m", *words])

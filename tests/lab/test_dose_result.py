@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,8 @@ def test_pictures_pages_and_tables(tmp_path: Path) -> None:
 def test_an_interrupted_file_goes_on(tmp_path: Path) -> None:
     """Catches a line cut by a kill that stops the study or stays in the middle, and results counted twice."""
     path, samples = tmp_path / "dose.jsonl", result(effective).samples
-    SampleFile(path, STUDY).add(samples[:5])
+    with closing(SampleFile(path, STUDY)) as first:
+        first.add(samples[:5])
     with path.open("ab") as file:
         file.write(msgspec.json.encode(samples[5])[:30])
     again = SampleFile(path, STUDY)
@@ -170,13 +172,14 @@ def test_an_interrupted_file_goes_on(tmp_path: Path) -> None:
     with pytest.raises(SteeringError, match="is of a study that did not end; run it again"):
         DoseResult.load(path)
     again.add(samples[8:])
+    again.close()
     assert DoseResult.load(path).verdict == result(effective).verdict
 
 
 def test_results_of_another_study_are_kept_apart(tmp_path: Path) -> None:
     """Catches texts of other prompts or doses in the results, and a foreign file that is overwritten."""
     path = tmp_path / "dose.jsonl"
-    SampleFile(path, STUDY)
+    SampleFile(path, STUDY).close()
     with pytest.raises(SteeringError, match=r"other doses, seed\); use another file"):
         SampleFile(path, msgspec.structs.replace(STUDY, doses=(0.5,), seed=1))
     path.write_text('{"a": 1}\n')
@@ -198,7 +201,9 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         patch.setattr("os.fsync", full)
         with pytest.raises(SteeringError, match=r"No space left on device; it has 3 results\. Make room and run"):
             file.add(samples[3:6])
-    assert len(SampleFile(tmp_path / "dose.jsonl", STUDY).samples) >= 3
+    file.close()
+    with closing(SampleFile(tmp_path / "dose.jsonl", STUDY)) as again:
+        assert len(again.samples) >= 3
 
 
 def test_scores_and_their_names() -> None:

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.lab.hf import Hooked
+from tests.server.server import save_model
 from tests.tiny import VOCAB
 from vllm_steer import SteeringError
 from vllm_steer.lab import rollouts
 
+sampled = import_module("vllm_steer.lab.rollouts")  # the package has a function of this name
 LAYER, LENGTH, SAMPLES = 2, 7, 2
 PROMPTS = [np.random.default_rng(4).integers(0, VOCAB, size).tolist() for size in (5, 2, 9)]
 SAMPLING: dict[str, Any] = {"n": SAMPLES, "max_tokens": LENGTH, "temperature": 1.0, "seed": 1, "detokenize": False}
@@ -61,6 +67,34 @@ def test_one_sampled_token_has_no_row_of_its_own(llm: Any) -> None:
     found = rollouts(llm, PROMPTS, layer=LAYER, max_tokens=1, detokenize=False)
     assert found.rows.shape == (0, 64) and found.token_ids.shape == (0,)
     assert repr(found) == "Rollouts(0 tokens, rows (0, 64) torch.float32)", "not the numbers of all tokens"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ("long", 4),
+        ({"prompt": "long"}, 4),
+        ([{"role": "user", "content": "a"}], len("user: a\nassistant:")),
+        ({"prompt_token_ids": [1, 2, 3]}, 3),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], None),
+        ({"multi_modal_data": {}}, None),
+    ],
+)
+def test_lengths_of_texts_and_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: Any, tokens: int | None
+) -> None:
+    """Catches a text measured in characters of its source, a conversation without its template, and images."""
+    save_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for limit in (tokens or 1, (tokens or 1) + 1):
+        runner = SimpleNamespace(
+            facts=SimpleNamespace(max_model_len=limit, model="m"), tokenizer=tokenizer,
+            encode=lambda text, special: tokenizer.encode(text, add_special_tokens=special),
+        )  # fmt: skip
+        monkeypatch.setattr(sampled, "OfflineRunner", lambda llm, runner=runner: runner)
+        refused = pytest.raises(SteeringError, match=rf"prompts\[1\]: has {tokens} tokens, and m reads at most")
+        with refused if tokens == limit else nullcontext():
+            sampled._check_lengths(None, [[], prompt])
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,9 @@ def dose(
     out: Annotated[Path, typer.Option(help="File of JSON lines for the texts; an interrupted study goes on there.")],
     words: Annotated[str | None, typer.Option(help="Score: words that count, with commas.")] = None,
     against: Annotated[str, typer.Option(help="With --words: words that count negatively.")] = "",
-    score: Annotated[str | None, typer.Option(help="Score: MODULE:FUNCTION of prompt and text.")] = None,
+    score: Annotated[
+        str | None, typer.Option(help="Score: MODULE:FUNCTION of prompt and text, or a probe's file.")
+    ] = None,
     doses: Annotated[str, typer.Option(help="Doses, with commas.")] = "0.1,0.2,0.3,0.5,0.7,1",
     layers: Annotated[str | None, typer.Option(help="Layers as in make; all of the file by default.")] = None,
     examples: Annotated[Path | None, typer.Option(help="The examples, for controls with shuffled labels.")] = None,
@@ -196,19 +198,19 @@ def _started(model: str, words: list[str], command: str, ray: bool) -> AbstractC
 
 
 def _score(words: str | None, against: str, function: str | None) -> Any:
-    """Return the score of the options; raise SteeringError for none, two, or a function that cannot be imported."""
+    """Return the score of the options; raise SteeringError for none, two, or one that cannot be read or imported."""
     import sys
     from importlib import import_module
 
-    from vllm_steer.lab.scores import Keywords
+    from vllm_steer.lab.probe_result import read_probe, readout_of
+    from vllm_steer.lab.scores import Keywords, ProbeScore
 
     if (words is None) == (function is None):
-        raise SteeringError("score", "give --words or --score MODULE:FUNCTION")
+        raise SteeringError("score", "give --words or --score with MODULE:FUNCTION or a probe's file")
     if words is not None:
         return Keywords(*([word.strip() for word in text.split(",") if word.strip()] for text in (words, against)))
     if Path(str(function)).is_file():
-        hint = "in Python, dose takes score=ProbeScore(readout) with a probe"
-        raise SteeringError("score", f"{function} is a file; give MODULE:FUNCTION of prompt and text. {hint}")
+        return ProbeScore(readout_of(read_probe(str(function))[1]))
     module, _, name = str(function).partition(":")
     sys.path.insert(0, "")  # the present folder, as for a script
     try:

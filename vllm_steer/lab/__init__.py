@@ -6,7 +6,8 @@ from vllm_steer.lab.dose_study import dose
 from vllm_steer.lab.examples import Examples, read_examples
 from vllm_steer.lab.harvest import Harvest, harvest
 from vllm_steer.lab.methods import make
-from vllm_steer.lab.probe_result import ProbeComparison, ProbeResult, Recall, Threshold
+from vllm_steer.lab.probe_comparison import ProbeComparison
+from vllm_steer.lab.probe_result import ProbeResult, Recall, Threshold
 from vllm_steer.lab.probes import TrainedProbe, check_probe, compare_probes, train_probe
 from vllm_steer.lab.ray_engines import RayEngines
 from vllm_steer.lab.rollouts import Rollouts, rollouts

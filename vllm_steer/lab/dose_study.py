@@ -27,7 +27,7 @@ from vllm_steer.lab.text_rows import read_site_layers
 from vllm_steer.params import SamplingParams
 from vllm_steer.patching.progress import Progress
 from vllm_steer.registry.directions import Direction, Directions
-from vllm_steer.request.scalars import read_integer, read_number
+from vllm_steer.request.scalars import read_dose, read_integer
 
 DOSES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 CONTROLS, SHUFFLES = 20, 5
@@ -95,7 +95,8 @@ def dose(
         use_tqdm: Whether to show a progress bar.
 
     Raises:
-        SteeringError: An argument is invalid, the score fails, or ``out`` has the results of another study.
+        SteeringError: An argument is invalid, the score fails, or ``out`` has the results of another study or is
+            written by another process.
     """
     read = read_prompts(prompts, chat=chat)
     if len(read) < _LEAST_PROMPTS:
@@ -105,7 +106,7 @@ def dose(
     for i, each in enumerate(read):
         if (first := seen.setdefault(json.dumps(each), i)) < i:  # a held-out prompt would also choose
             raise SteeringError(f"prompts[{i}]", f"is prompts[{first}] again; give each prompt once")
-    grid = tuple(sorted({read_number(each, f"doses[{i}]") for i, each in enumerate(doses)}))
+    grid = tuple(sorted({read_dose(each, f"doses[{i}]") for i, each in enumerate(doses)}))
     if not grid or grid[0] <= 0:
         raise SteeringError("doses", f"must be positive numbers, not {list(doses)}; controls have the negative ones")
     read_integer(controls, 2, 1000, "controls")
@@ -120,8 +121,10 @@ def dose(
         shuffles=0 if shown is None else SHUFFLES, seed=seed, max_tokens=max_tokens,
         tokens=json.dumps(tokens, default=str), sampling=json.dumps(dict(sampling or {}), sort_keys=True, default=str),
     )  # fmt: skip
-    with nullcontext() if out is not None else tempfile.TemporaryDirectory() as folder:
-        file = SampleFile(Path(out) if out is not None else Path(str(folder), "samples.jsonl"), study)
+    with (
+        nullcontext() if out is not None else tempfile.TemporaryDirectory() as folder,
+        closing(SampleFile(Path(out) if out is not None else Path(str(folder), "samples.jsonl"), study)) as file,
+    ):
         probe = score if isinstance(score, ProbeScore) else None
         answer = _Answer(read, probe, tokens, {"temperature": 0.0, **(sampling or {}), "max_tokens": max_tokens})
         runner = _Runner(llm, read, score, answer, file, use_tqdm)

@@ -25,7 +25,8 @@ from vllm_steer.lab.activations import (
 )
 from vllm_steer.lab.examples import Examples, Source, Text, read_examples
 from vllm_steer.lab.methods import ProbeMethod, fit_probe, probe_scores, read_probe_method
-from vllm_steer.lab.probe_result import MARGIN, ProbeComparison, ProbeResult, read_probe
+from vllm_steer.lab.probe_comparison import MARGIN, ProbeComparison
+from vllm_steer.lab.probe_result import ProbeResult, read_probe, readout_of
 from vllm_steer.lab.probe_texts import read_unseen, split_texts
 from vllm_steer.lab.statistics import Floats, Labels, auroc, folds
 from vllm_steer.lab.text_rows import position_lists, read_site_layers
@@ -34,7 +35,7 @@ from vllm_steer.params import SamplingParams
 from vllm_steer.points import PointName
 from vllm_steer.registry.directions import WITHOUT_FIRST, save_module
 from vllm_steer.registry.metadata import ModuleMetadata, encode_numbers
-from vllm_steer.request.probe import HiddenLayer, Probe
+from vllm_steer.request.probe import Probe
 from vllm_steer.request.scalars import read_integer, read_number, shown
 
 PROBE = "probe"
@@ -178,11 +179,8 @@ def check_probe(
     name, probe, metadata, thresholds = read_probe(path, name)
     given = read_unseen(examples, path, metadata.provenance)
     _check_model(llm, path, probe, metadata)
-    weights: Any = probe.weights
-    if isinstance(weights, HiddenLayer):
-        weights = {**weights.arrays, "activation": weights.activation}
     positions, pool = described_tokens(metadata.provenance)
-    scores = read_scores(llm, given.texts, {"probe": weights, **probe.reading}, positions, pool, use_tqdm=use_tqdm)
+    scores = read_scores(llm, given.texts, readout_of(probe), positions, pool, use_tqdm=use_tqdm)
     stored = thresholds.get(name)
     threshold = stored.value if stored else 0.5 if probe.sigmoid else 0.0
     engine = _describe_engine(llm)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -65,24 +66,40 @@ class SampleFile:
     """A file to which the samples of a study are added, and from which an interrupted study goes on."""
 
     def __init__(self, path: Path, study: Study) -> None:
-        """Open or create the file.
+        """Open or create the file, and lock it until `close`.
 
         Raises:
-            SteeringError: It has the results of another study, or cannot be written.
+            SteeringError: It has the results of another study, a running process writes it, or it cannot be written.
         """
         self.path = path
         self.samples: list[Sample] = []
         try:
-            if not path.exists() or not path.stat().st_size:
-                self._append([study])
-                return
-            found, self.samples, size = read_samples(path)
-            if names := [n for n in study.__struct_fields__ if getattr(found, n) != getattr(study, n)]:
-                problem = f"{path} has the results of another study (other {', '.join(names)})"
-                raise SteeringError("out", f"{problem}; use another file, or remove this one")
-            os.truncate(path, size)  # a line that a killed process did not complete
+            self._locked = path.open("ab")
+            try:
+                fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._begin(study)
+            except BaseException:
+                self.close()
+                raise
+        except BlockingIOError:
+            raise SteeringError("out", f"a running process writes {path}; end it, or use another file") from None
         except OSError as error:
             raise SteeringError("out", f"{path} cannot be used: {error.strerror or error}") from None
+
+    def close(self) -> None:
+        """Release the file."""
+        self._locked.close()
+
+    def _begin(self, study: Study) -> None:
+        """Write the study into an empty file, or read the samples of another one."""
+        if not self.path.stat().st_size:
+            self._append([study])
+            return
+        found, self.samples, size = read_samples(self.path)
+        if names := [n for n in study.__struct_fields__ if getattr(found, n) != getattr(study, n)]:
+            problem = f"{self.path} has the results of another study (other {', '.join(names)})"
+            raise SteeringError("out", f"{problem}; use another file, or remove this one")
+        os.truncate(self.path, size)  # a line that a killed process did not complete
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Add samples; they are on the disk when this returns.
