@@ -84,4 +84,4 @@ def test_sources_follow_their_edits_and_reads() -> None:
     late = compile_program([edit(0), edit(1, tokens=[-9])], edit_paths=["steering[0]", "steering[1]"])
     with pytest.raises(SteeringError) as raised:
         resolve(late, 3, 8)
-    assert raised.value.field == "steering[1]"
+    assert raised.value.field == "steering[1].tokens"

@@ -165,7 +165,7 @@ EDIT = {"kind": "add", "point": "post_block", "layers": 1, "vector": vector()}
         ({"steering": [EDIT, {**EDIT, "layers": [1, 9]}]}, "steering[1]", "layer 9"),
         ({"steering": [EDIT, {**EDIT, "tokens": [MAX_MODEL_LEN]}]}, "steering[1]", "max_model_len"),
         ({"steering": [{**EDIT, "point": "post_attn", "layers": "all"}]}, "steering[0]", "layer 2"),
-        ({"steering": [EDIT, EDIT, {**EDIT, "tokens": [-6]}]}, "steering[2]", "prompt of 5 tokens"),
+        ({"steering": [EDIT, EDIT, {**EDIT, "tokens": [-6]}]}, "steering[2].tokens", "prompt of 5 tokens"),
         ({"steering": [EDIT, {**EDIT, "tokens": [20]}]}, "steering[1].tokens", "max_tokens=16, 19 is the last"),
     ],
 )
@@ -293,7 +293,7 @@ def test_each_prompt_is_checked_with_its_own_length(context: RequestContext) -> 
     set_prompt_len(5)
     apply_to_params(request, SamplingParams())
     set_prompt_len(3)
-    assert_refused(request, "steering[0]", "prompt of 3 tokens")
+    assert_refused(request, "steering[0].tokens", "prompt of 3 tokens")
 
 
 def test_fields_of_a_body_are_compiled_once(context: RequestContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +368,7 @@ def test_rejection_names_the_module(context: RequestContext) -> None:
     context.engine.registry.register("late", edits=edits)
     context.engine.registry.register("fine", base={"post_block": {1: vector()}})
     set_prompt_len(3)
-    assert_refused(request_with(steering_modules=["fine", "late"]), "steering_modules[1]", "prompt of 3 tokens")
+    assert_refused(request_with(steering_modules=["fine", "late"]), "steering_modules[1].tokens", "prompt of 3 tokens")
 
 
 def test_prompts_of_a_body_get_the_same_global_steering(context: RequestContext) -> None:
