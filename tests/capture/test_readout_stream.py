@@ -272,7 +272,9 @@ def test_numbers_of_a_step_are_formatted_once(monkeypatch: pytest.MonkeyPatch) -
     )
     receiver, assembler = RowReceiver(), RowAssembler(4, 8, torch.float32)
     receiver.add_request("r", assembler)
-    receiver.add_step(twice)
+    earlier = StepRows(RowIndex(("r",), ((20,),), RECORDS), np.array([5]), np.ones(1, np.int64), whole.rows[:1])
+    for each in (earlier, twice):  # the newest step decides, not an earlier one with the same position
+        receiver.add_step(each)
     assert receiver.record_json("r", 5, 6, take=False) is None
     wide = StepRows(RowIndex(names[:2], ((2000,),) * 2, RECORDS), np.array([4, 9]), np.ones(2, np.int64),
                     rows.reshape(2, 2000).view(np.uint8))  # fmt: skip
