@@ -82,6 +82,14 @@ def test_fields_with_other_vectors_are_compiled_alike(numbers: Any, kind: str, m
     assert {name: getattr(program, name) for name in PROPERTIES} == {name: getattr(own, name) for name in PROPERTIES}
 
 
+def test_an_edit_of_strength_0_has_no_place_in_an_outline() -> None:
+    """Catches an error of the outline for a vector that the compiler leaves out."""
+    for number in (21.0, 22.0):
+        given = vectors(number, number + 1)
+        given["steering_vectors"]["post_block"]["0"]["scale"] = 0.0
+        assert compile_json_fields(given) == compile_fields(given)
+
+
 def test_other_vectors_are_compiled_from_an_outline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches outlines without effect, and programs that do not share what follows from their structure."""
     calls: list[Any] = []

@@ -102,7 +102,7 @@ def _is_packed(vector: Any) -> bool:
 
 
 def _outline_of(fields: Mapping[str, Any], packed: list[Any]) -> _Outline | None:
-    """Return the outline of valid fields, or None if they have no program.
+    """Return the outline of valid fields, or None if they have no program, or not all of the vectors in it.
 
     A program has equal vectors once, also those of other fields. Random vectors are in the places of the packed ones,
     so a place is never that of a probe or another edit with the same numbers.
@@ -116,6 +116,8 @@ def _outline_of(fields: Mapping[str, Any], packed: list[Any]) -> _Outline | None
         return None
     program = Program.from_bytes(compiled[PROGRAM_KEY])
     digests = [content_digest(bytes_of(parse_vector(vector))) for vector in stand_ins]
+    if not program.by_digest.keys() >= set(digests):  # an edit of strength 0 is left out
+        return None
     return _Outline(compiled, program, tuple(program.by_digest[digest] for digest in digests))
 
 
