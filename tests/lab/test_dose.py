@@ -69,7 +69,7 @@ def test_texts_are_scored_without_steering(llm: Any, folder: Path) -> None:
 
 
 def test_an_interrupted_study_goes_on(llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches texts that are generated twice or lost after an interruption, a changed result, and two writers."""
+    """Catches texts that are generated twice or lost after an interruption, and a result that depends on it."""
     monkeypatch.setattr(dose_study, "_QUEUE", 7)
     whole = dose(llm, directions(0, 2), PROMPTS, **SETTINGS)
     assert len(whole.samples) == 8 + 2 * 2 * 4 + 2 * 4 * (2 + 3)
@@ -79,8 +79,6 @@ def test_an_interrupted_study_goes_on(llm: Any, tmp_path: Path, monkeypatch: pyt
     def killed(self: Any, llm: Any, work: Any) -> Any:
         batches.append(len(work))
         if len(batches) == 5:
-            with pytest.raises(SteeringError, match=r"out: a running process writes .*dose\.jsonl; end it, or use"):
-                dose(llm, directions(0, 2), PROMPTS, **SETTINGS, out=path)
             raise KeyboardInterrupt
         return batch(self, llm, work)
 

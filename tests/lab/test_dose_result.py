@@ -177,9 +177,10 @@ def test_an_interrupted_file_goes_on(tmp_path: Path) -> None:
 
 
 def test_results_of_another_study_are_kept_apart(tmp_path: Path) -> None:
-    """Catches texts of other prompts or doses in the results, and a foreign file that is overwritten."""
+    """Catches texts of other prompts or doses in the results, a foreign file that is overwritten, and two writers."""
     path = tmp_path / "dose.jsonl"
-    SampleFile(path, STUDY).close()
+    with closing(SampleFile(path, STUDY)), pytest.raises(SteeringError, match=r"out: a running process writes .*; end"):
+        SampleFile(path, STUDY)
     with pytest.raises(SteeringError, match=r"other doses, seed\); use another file"):
         SampleFile(path, msgspec.structs.replace(STUDY, doses=(0.5,), seed=1))
     path.write_text('{"a": 1}\n')
