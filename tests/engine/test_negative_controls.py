@@ -19,7 +19,6 @@ from tests.engine.captures import capture, close_to, result
 from tests.tiny import VOCAB, direction
 from vllm_steer.capture import row_assembler
 from vllm_steer.engine import cache_keys
-from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.taps.assignment import BatchLayout
@@ -127,13 +126,17 @@ def prompt_row_for_all_that_is_computed_again(monkeypatch: pytest.MonkeyPatch) -
 def found_by_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Find requests by a prefix of the client's request id."""
 
-    def slot_of(self: Any, name: str) -> Any:
-        return next(
-            (each.request_slot for other, each in self._running.items() if name.startswith(other.rsplit("-", 1)[0])),
-            None,
-        )
+    class ByPrefix(dict[str, int]):
+        def get(self, name: str, default: Any = None) -> Any:
+            return next((slot for other, slot in self.items() if name.startswith(other.rsplit("-", 1)[0])), default)
 
-    monkeypatch.setattr(ProgramStore, "slot_of", slot_of)
+    real = SteeringRunnerV1._steer_bind
+
+    def bind(self: Any, *args: Any) -> None:
+        real(self, *args)
+        self._steer_slot_of = ByPrefix(self._steer_slot_of)
+
+    monkeypatch.setattr(SteeringRunnerV1, "_steer_bind", bind)
 
 
 def keyed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ V1 reorders its persistent batch, so requests with a program have slots of their
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class SteeringRunnerV1:
             )
         self._steer_free = list(range(max_requests, 0, -1))
         self._steer_order: list[str] = []
+        self._steer_slot_of: dict[str, int] = {}
         self._steer_slots = np.empty(0, dtype=np.int64)
         self._steer_batch_slot = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
         self.steering.allocated.append(self._steer_batch_slot)
@@ -67,7 +69,7 @@ class SteeringRunnerV1:
             self._steer_bind(new.req_id, new.sampling_params, prompt_len)
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            if steering.store.slot_of(request_id) is None:
+            if request_id not in self._steer_slot_of:
                 state = self.requests[request_id]
                 self._steer_bind(request_id, state.sampling_params, state.num_prompt_tokens)
         steering.receive_replays(scheduler_output)
@@ -85,12 +87,13 @@ class SteeringRunnerV1:
 
     def _steer_bind(self: Any, request_id: str, sampling_params: Any, prompt_len: int) -> None:
         if self.steering.store.add(request_id, self._steer_free[-1], sampling_params, prompt_len):
-            self._steer_free.pop()
+            self._steer_slot_of[request_id] = self._steer_free.pop()
             self._steer_order = []
 
     def _steer_unbind(self: Any, request_id: str) -> None:
-        slot = self.steering.store.remove(request_id)
+        slot = self._steer_slot_of.pop(request_id, None)
         if slot is not None:
+            self.steering.store.remove(request_id)
             self._steer_free.append(slot)
             self._steer_order = []
 
@@ -105,7 +108,7 @@ class SteeringRunnerV1:
         ids = self.input_batch.req_ids
         requests = len(ids)
         if ids != self._steer_order:
-            slots = np.fromiter((self.steering.store.slot_of(name) or 0 for name in ids), np.int64, requests)
+            slots = np.fromiter(map(self._steer_slot_of.get, ids, repeat(0)), np.int64, requests)
             host = torch.from_numpy(slots)
             if self.device.type == "cuda":
                 host = host.pin_memory()
@@ -125,7 +128,7 @@ class SteeringRunnerV1:
             ids=ids,
             request_slot=self._steer_slots,
             first=self.input_batch.num_computed_tokens_cpu[:requests].astype(np.int64),
-            count=np.fromiter((self._steer_counts[name] for name in ids), np.int64, requests),
+            count=np.fromiter(map(self._steer_counts.__getitem__, ids), np.int64, requests),
             num_padded=tokens if model_input is None else model_input.shape[0],
         )
 
