@@ -133,9 +133,9 @@ def make_row_streams(
         programs: Program of each span's tokens; None stores nothing.
         count: Number of tokens of each span, ``[spans]``.
     """
-    per_token = _rows_per_token(programs)
-    if len({None if program is None else program.digest for program in programs}) == 1 and programs[0] is not None:
+    if programs and programs[0] is not None and _are_one(programs):
         return tuple(_equal_spans(request_ids, programs[0], each, int(count.sum())) for each in programs[0].row_formats)
+    per_token = _rows_per_token(programs)
     by_format: dict[bytes, list[tuple[int, RowFormat]]] = {}
     for span, program in enumerate(programs):
         for row_format in () if program is None else program.row_formats:
@@ -161,9 +161,16 @@ def _equal_spans(request_ids: Sequence[str], program: TokenProgram, row_format: 
 
 
 def _rows_per_token(programs: Sequence[TokenProgram | None]) -> IntArray:
+    if programs and _are_one(programs):
+        return np.full(len(programs), 0 if programs[0] is None else len(programs[0].captures))
     return np.fromiter(
         [0 if program is None else len(program.captures) for program in programs], np.int64, len(programs)
     )
+
+
+def _are_one(programs: Sequence[TokenProgram | None]) -> bool:
+    """Return whether all programs are one object, as those of requests with equal programs are."""
+    return len(set(map(id, programs))) == 1
 
 
 def _arena_rows(found: Sequence[tuple[int, RowFormat]], per_token: IntArray, count: IntArray) -> IntArray | None:

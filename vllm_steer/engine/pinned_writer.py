@@ -22,6 +22,9 @@ class PinnedTableWriter:
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table
+        self.row_shape = table.shape[1:]
+        self.row_bytes = table.dtype.itemsize * self.row_shape.numel()
+        self.dtype = torch.empty(0, dtype=table.dtype).numpy().dtype
         self.values: dict[int, Any] = {}
 
     def put(self, row: int, value: Any) -> None:
@@ -40,33 +43,27 @@ def flush_writers(writers: Iterable[PinnedTableWriter]) -> None:
         return
     places, size = [], 0
     for writer in waiting:
-        count, table = len(writer.values), writer.table
+        count = len(writer.values)
         behind = size + _aligned(8 * count)
-        places.append((size, behind))
-        size = behind + _aligned(count * table[0].nbytes)
+        places.append((count, size, behind))
+        size = behind + _aligned(count * writer.row_bytes)
     device = waiting[0].table.device
     host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    for writer, place in zip(waiting, places, strict=True):
-        rows, values = (part.numpy() for part in _views(host, writer, *place))
-        rows[:] = np.fromiter(writer.values, np.int64, len(writer.values))
+    data = host.numpy()
+    for writer, (count, first, behind) in zip(waiting, places, strict=True):
+        data[first : first + 8 * count].view(np.int64)[:] = list(writer.values)
+        values = data[behind : behind + count * writer.row_bytes].view(writer.dtype).reshape(count, *writer.row_shape)
         given = list(writer.values.values())
         if isinstance(given[0], np.ndarray):
             np.stack(given, out=values)
         else:
             values[...] = given
     uploaded = host.to(device, non_blocking=True) if device.type == "cuda" else host
-    for writer, place in zip(waiting, places, strict=True):
-        writer.table.index_copy_(0, *_views(uploaded, writer, *place))
+    for writer, (count, first, behind) in zip(waiting, places, strict=True):
+        rows = uploaded[first : first + 8 * count].view(torch.int64)
+        values_of_rows = uploaded[behind : behind + count * writer.row_bytes].view(writer.table.dtype)
+        writer.table.index_copy_(0, rows, values_of_rows.view(count, *writer.row_shape))
         writer.values.clear()
-
-
-def _views(data: torch.Tensor, writer: PinnedTableWriter, rows: int, values: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row numbers and the values of a writer within an upload, given where they start."""
-    count, table = len(writer.values), writer.table
-    return (
-        data[rows : rows + 8 * count].view(torch.int64),
-        data[values : values + count * table[0].nbytes].view(table.dtype).view(count, *table.shape[1:]),
-    )
 
 
 def _aligned(size: int) -> int:

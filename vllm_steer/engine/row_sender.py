@@ -10,6 +10,7 @@ is done per request here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class RowSender:
             return known[1]
         found = list(map(requests.get, index.request_ids))
         clients: Mapping[int, Sequence[int]]
-        clients = {each: range(len(found)) for each in {request.client_index for request in found if request}}
+        clients = dict.fromkeys(map(attrgetter("client_index"), filter(None, found)), range(len(found)))
         if len(clients) > 1:
             clients = {
                 client: [i for i, request in enumerate(found) if request and request.client_index == client]

@@ -222,6 +222,9 @@ def _segments(
         token_program = (
             _token_program(parts_of_edits, captures, program, num_layers, stage_layers, recorded) if parts else None
         )
+        if token_program is not None:
+            key = num_layers, stage_layers, token_program.digest
+            token_program = program.token_programs.setdefault(key, token_program)
         # The operands of a matrix count from the start of their segment.
         is_new = previous is None or parts_of_edits.runs or _digest_of(previous.program) != _digest_of(token_program)
         if is_new:
