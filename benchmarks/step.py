@@ -17,7 +17,8 @@ request in the engine core to the outputs of a step. Work that a GPU would do is
 pass with its taps and the logits ("forward"), and this package's functions beside it: row assignment, products and
 records ("operations"). On a CPU these run as torch operations on the same thread; on a GPU the host launches one kernel
 for each. The time to launch them is missing here, and so is that of copies from and to a device. The CPU's engine uses
-vLLM's model runner V1, whose batches change their order when requests end; GPUs use V2 where vLLM chooses it.
+vLLM's model runner V1, whose batches change their order when requests end; GPUs use V2 where vLLM chooses it. Python's
+garbage collections are off unless `--collect` is given, because in one process they visit the front end's objects too.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def make_engine(clock: Clock, model: str, steering: bool) -> Any:
     return made.llm_engine
 
 
-def serve(pipe: Any, model: str, steering: bool) -> None:
+def serve(pipe: Any, model: str, steering: bool, collects: bool) -> None:
     """Run an engine: receive a way and a load, and send its figures."""
     # Before vLLM is imported.
     os.environ["VLLM_PLUGINS"] = "steering" if steering else "none"
@@ -160,12 +161,14 @@ def serve(pipe: Any, model: str, steering: bool) -> None:
     else:
         from vllm import SamplingParams
     number, random = 0, np.random.default_rng(0)
-    gc.collect()
-    gc.freeze()  # as vLLM does in an engine of its own process
+    if not collects:
+        gc.disable()
     pipe.send(None)
     while (given := pipe.recv()) is not None:
         way, load, seed = given
         requests = lengths(load, seed)
+        gc.collect()
+        gc.freeze()  # as vLLM does in an engine of its own process, so that no way pays for objects of another one
         clock.take(0)
         for prompt, generated in requests:
             number += 1
@@ -222,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--collect", action="store_true", help="with Python's garbage collections")
     parser.add_argument("--beside", default="nothing", help="other load on the machine, for the record")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -235,7 +239,7 @@ def main() -> None:
         model = str(save_tiny_llama(Path(folder), **sizes, **heads))
         for ways in ((STOCK,), tuple(arguments.ways)):
             pipe, other = context.Pipe()
-            context.Process(target=serve, args=(other, model, ways != (STOCK,)), daemon=True).start()
+            context.Process(target=serve, args=(other, model, ways != (STOCK,), arguments.collect), daemon=True).start()
             other.close()  # so that the end of the process ends the pipe
             pipes.update(dict.fromkeys(ways, pipe))
         for pipe in set(pipes.values()):
@@ -253,7 +257,8 @@ def main() -> None:
     found = summary(rounds)
     environment = {
         "cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine(),
-        "python": platform.python_version(), "beside": arguments.beside, **identity()
+        "python": platform.python_version(), "beside": arguments.beside,
+        "collections": arguments.collect, **identity()
     }  # fmt: skip
     arguments.out.write_text(json.dumps({"environment": environment, **found, "rounds": rounds}, indent=1) + "\n")
     print(json.dumps(found, indent=1))
