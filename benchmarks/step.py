@@ -33,7 +33,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class Clock:
     """CPU seconds of this thread within functions, by part."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
 
     def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ class Clock:
         """Return the figures of a load and start again."""
         spent, steps = self.seconds, self.calls["step"]
         device = spent["forward"] + spent["operations"]
-        found = {
+        found: dict[str, float] = {
             "host": spent["step"] + spent["arrival"] - device, "operations": spent["operations"],
             "forward": spent["forward"], "steps": steps, "requests": requests,
         }  # fmt: skip
@@ -123,12 +123,13 @@ def make_engine(clock: Clock, model: str, steering: bool) -> Any:
     clock.wrap(GPUModelRunner, "_model_forward", "forward")
     clock.wrap(LlamaForCausalLM, "compute_logits", "forward")
     if steering:
-        from vllm_steer.engine import model_setup
+        import vllm_steer.engine.model_setup
         from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 
         # Only on a CPU, blocks of edited requests are zeroed before they are used again.
         clock.wrap(SteeringRunnerV1, "_zero_block_ids", "operations")
-        choose = model_setup.device_ops
+        setup: Any = vllm_steer.engine.model_setup
+        choose = setup.device_ops
 
         def timed_ops(*args: Any) -> Any:
             ops = choose(*args)
@@ -137,7 +138,7 @@ def make_engine(clock: Clock, model: str, steering: bool) -> Any:
                 ops, **{name: clock.timed(getattr(ops, name), "operations") for name in names}
             )  # fmt: skip
 
-        model_setup.device_ops = timed_ops
+        setup.device_ops = timed_ops
     made: Any = (vllm_steer if steering else vllm).LLM(
         model=model, enforce_eager=True, dtype="float32", max_model_len=512, skip_tokenizer_init=True, seed=0,
         disable_log_stats=False, max_num_seqs=REQUESTS, max_num_batched_tokens=8192, num_gpu_blocks_override=1280,
@@ -156,10 +157,11 @@ def serve(pipe: Any, model: str, steering: bool, collects: bool) -> None:
     os.environ["VLLM_PLUGINS"] = "steering" if steering else "none"
     clock = Clock()
     engine = make_engine(clock, model, steering)
-    if steering:
-        from vllm_steer import SamplingParams
-    else:
-        from vllm import SamplingParams
+    import vllm
+
+    import vllm_steer
+
+    make_params: Any = (vllm_steer if steering else vllm).SamplingParams
     number, random = 0, np.random.default_rng(0)
     if not collects:
         gc.disable()
@@ -172,7 +174,7 @@ def serve(pipe: Any, model: str, steering: bool, collects: bool) -> None:
         clock.take(0)
         for prompt, generated in requests:
             number += 1
-            params = SamplingParams(
+            params = make_params(
                 max_tokens=generated, ignore_eos=True, temperature=0, detokenize=False, **fields(way, number)
             )
             engine.add_request(str(number), {"prompt_token_ids": random.integers(1, 127, prompt).tolist()}, params)
