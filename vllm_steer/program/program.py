@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -371,11 +370,6 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     def resolve_cache(self) -> dict[Any, Any]:
         """Results of :func:`~vllm_steer.program.resolve.resolve`, by its other arguments."""
         return {}
-
-    @cached_property
-    def token_programs(self) -> WeakValueDictionary[Any, Any]:
-        """Token programs by layers and digest. Prompts of all lengths share them, so equal ones are one object."""
-        return WeakValueDictionary()
 
     @cached_property
     def by_digest(self) -> dict[bytes, int]:

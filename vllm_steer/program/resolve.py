@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -43,6 +44,8 @@ from vllm_steer.request.selector import OPEN_END
 PRE_ATTN = POINT_NAMES.index("pre_attn")
 _MAX_CACHED = 64
 """Resolutions cached per program."""
+_SHARED: WeakValueDictionary[tuple[int, range | None, bytes], TokenProgram] = WeakValueDictionary()
+"""Token programs in use, by layers and digest."""
 
 
 class _RecordParts(msgspec.Struct, frozen=True, array_like=True):
@@ -223,8 +226,8 @@ def _segments(
             _token_program(parts_of_edits, captures, program, num_layers, stage_layers, recorded) if parts else None
         )
         if token_program is not None:
-            key = num_layers, stage_layers, token_program.digest
-            token_program = program.token_programs.setdefault(key, token_program)
+            # Equal token programs of requests with equal programs and other prompt lengths are one object.
+            token_program = _SHARED.setdefault((num_layers, stage_layers, token_program.digest), token_program)
         # The operands of a matrix count from the start of their segment.
         is_new = previous is None or parts_of_edits.runs or _digest_of(previous.program) != _digest_of(token_program)
         if is_new:
