@@ -9,7 +9,7 @@ import pytest
 
 from vllm_steer import Edit, SteeringError
 from vllm_steer.program import Program, compile_program
-from vllm_steer.program.program import CompiledCapture
+from vllm_steer.program.compiled_capture import CompiledCapture
 
 SOUND = compile_program([Edit(kind="add", point="post_block", layers=[1], vector=np.ones(8, "f4"), strength=1.0)])
 UNSOUND = {

@@ -15,10 +15,10 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, resolve
+from vllm_steer.program.compiled_capture import CompiledCapture
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.overflow import check_overflow
-from vllm_steer.program.program import CompiledCapture
 from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.request import Selector
 from vllm_steer.request.readout import LENS, READOUTS_FIELD, SAE_PREFIX

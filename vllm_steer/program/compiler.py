@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES, PointName
+from vllm_steer.program.compiled_capture import NO_PROJECTION, CompiledCapture
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, CompiledFeature
 from vllm_steer.program.compiled_part import compile_parts
 from vllm_steer.program.instructions import CODES, UNBOUNDED
-from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
+from vllm_steer.program.program import ALL_LAYERS, Program
 from vllm_steer.program.readouts import CompiledMlp, CompiledReadout
 from vllm_steer.program.records import (
     HELD,

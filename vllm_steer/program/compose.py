@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from vllm_steer.program.compiled_capture import NO_PROJECTION, CompiledCapture
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.compiler import compile_program
-from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
+from vllm_steer.program.program import Program
 from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.vector_table import VectorTable
 from vllm_steer.request.scalars import read_number, zero_if_underflows

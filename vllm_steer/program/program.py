@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_LAYERS, MAX_TOP_K
+from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
+from vllm_steer.program.compiled_capture import NO_PROJECTION, CompiledCapture
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, edit_digest
 from vllm_steer.program.compiled_part import CompiledPart
 from vllm_steer.program.instructions import KIND_OF, REPLACE
@@ -26,13 +27,9 @@ from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.records import PART, STOP, STOP_COLUMN, TOKEN, CompiledCondition, CompiledStop, RecordLayout
 from vllm_steer.request import Selector, content_digest, projection_digest
 from vllm_steer.request.condition import condition_source, stop_source
-from vllm_steer.request.readout import LENS, MAX_TOKEN
 from vllm_steer.request.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
-from vllm_steer.request.selector import Wire
 
 ALL_LAYERS: tuple[int, ...] = ()
-NO_PROJECTION = -1
-"""``projection`` of a capture whose rows are sent unprojected."""
 
 _FIELD = "extra_args.steer"
 _NOT_A_PROGRAM = "is reserved for compiled programs; set steering_vectors, steering, capture or readouts instead"
@@ -44,25 +41,6 @@ _OF_STRUCTURE = (
 )  # fmt: skip
 """Properties that do not depend on the content of vectors."""
 _INCONSISTENT = "the parts of the program do not fit together; compile it with this version of vllm-steer"
-
-
-class CompiledCapture(msgspec.Struct, frozen=True, array_like=True):
-    """One capture: the stream at a point of some layers, on some tokens, before or after the edits of that point.
-
-    ``projection`` is an index into the program's projections, or :data:`NO_PROJECTION`. Consumer, dtype and reduction
-    are handled by the front end and are not part of the program.
-    """
-
-    point: int
-    layers: tuple[int, ...]
-    before: bool
-    tokens: Wire
-    projection: int = NO_PROJECTION
-
-    @property
-    def selector(self) -> Selector:
-        """The captured tokens."""
-        return Selector.from_wire(self.tokens)
 
 
 class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=True):
@@ -356,9 +334,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     @cached_property
     def digest(self) -> bytes:
         """Digest of the content without the paths in the request."""
-        return content_digest(
-            msgspec.msgpack.encode((self.edits, self.captures, self.digests, self.readouts, self.stops))
-        )
+        content = (self.edits, self.captures, self.digests, self.readouts, self.stops)
+        return content_digest(msgspec.msgpack.encode(content))
 
     @cached_property
     def kinds(self) -> Mapping[str, Mapping[str, int]]:
@@ -394,7 +371,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             )
             and all(NO_PROJECTION <= capture.projection < len(self.projections) for capture in self.captures)
             and all(indices and 0 <= min(indices) <= max(indices) < num_vectors for indices in self.projections)
-            and all(self._is_sound_readout(readout) for readout in self.readouts)
+            and all(readout.is_sound(num_vectors) for readout in self.readouts)
             and all(map(self._is_sound_condition, self.conditions))
             and all(0 <= stop.readout < len(self.readouts) and stop.tokens > 0 for stop in self.stops)
         )
@@ -402,20 +379,6 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             raise SteeringError(_FIELD, _INCONSISTENT)
         for part in (*parts, *self.readouts):
             Selector.from_wire(part.tokens)
-
-    def _is_sound_readout(self, readout: CompiledReadout) -> bool:
-        return (
-            0 <= readout.point < len(POINT_NAMES)
-            and 0 <= readout.layer < MAX_LAYERS
-            and all(0 <= index < len(self.vectors) for index in readout.vectors)
-            and (readout.mlp is None or (readout.scalar and readout.mlp.is_sound(len(readout.vectors))))
-            and readout.width > 0
-            and bool(readout.head) == bool(readout.top_k) == bool(readout.layers)
-            and 0 <= readout.top_k <= MAX_TOP_K
-            and all(0 <= layer < MAX_LAYERS for layer in readout.layers)
-            and (not readout.targets or (readout.head == LENS and len(readout.targets) == readout.top_k))
-            and all(0 <= target <= MAX_TOKEN for target in readout.targets)
-        )
 
     def _is_sound_condition(self, condition: CompiledCondition) -> bool:
         if condition.tokens is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import msgspec
 
+from vllm_steer.limits import MAX_LAYERS, MAX_TOP_K
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.compiled_part import CompiledPart
 from vllm_steer.request import Selector
 from vllm_steer.request.probe import ACTIVATIONS
-from vllm_steer.request.readout import KINDS, ReadoutKind
+from vllm_steer.request.readout import KINDS, LENS, MAX_TOKEN, ReadoutKind
 from vllm_steer.request.selector import Wire
 
 
@@ -73,6 +74,21 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
     def form(self) -> float:
         """What a READ records, as its ``low``: 1 for a sigmoid plus 2 for a cosine."""
         return self.sigmoid + 2.0 * self.cosine
+
+    def is_sound(self, num_vectors: int) -> bool:
+        """Whether indices, sizes and layers fit each other in a program with so many vectors."""
+        return (
+            0 <= self.point < len(POINT_NAMES)
+            and 0 <= self.layer < MAX_LAYERS
+            and all(0 <= index < num_vectors for index in self.vectors)
+            and (self.mlp is None or (self.scalar and self.mlp.is_sound(len(self.vectors))))
+            and self.width > 0
+            and bool(self.head) == bool(self.top_k) == bool(self.layers)
+            and 0 <= self.top_k <= MAX_TOP_K
+            and all(0 <= layer < MAX_LAYERS for layer in self.layers)
+            and (not self.targets or (self.head == LENS and len(self.targets) == self.top_k))
+            and all(0 <= target <= MAX_TOKEN for target in self.targets)
+        )
 
     @property
     def width(self) -> int:

@@ -21,9 +21,10 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BOUNDARIES, MAX_SEGMENTS
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.program.compiled_capture import NO_PROJECTION, CompiledCapture
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.position_runs import EditStep, PositionRun, covered_intervals, edit_steps
-from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
+from vllm_steer.program.program import Program
 from vllm_steer.program.records import TOKEN, RequestRecords
 from vllm_steer.program.resolve_records import read_intervals, resolve_records
 from vllm_steer.program.token_program import (

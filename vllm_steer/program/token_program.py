@@ -9,10 +9,10 @@ from functools import cached_property
 import msgspec
 
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.program.compiled_capture import CompiledCapture
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.instructions import CAPTURE, GATE, READ
 from vllm_steer.program.position_runs import NO_RUN, EditStep, PositionRun
-from vllm_steer.program.program import CompiledCapture
 
 N_POINTS = len(POINT_NAMES)
 NO_VECTOR = UNPROJECTED = b""

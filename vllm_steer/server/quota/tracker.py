@@ -32,9 +32,9 @@ from vllm_steer.limits import (
     ServerLimit,
 )
 from vllm_steer.program import Program
+from vllm_steer.program.compiled_capture import CompiledCapture
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.magnitude import StreamsAt, check_magnitude
-from vllm_steer.program.program import CompiledCapture
 from vllm_steer.request import CaptureSpec
 from vllm_steer.request.projection import Projection
 from vllm_steer.server.access_errors import KeyLimitError, ServerFullError, TooLargeError
