@@ -4,30 +4,49 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from tests.server.server import HIDDEN, MODEL
+from tests.server.server import HIDDEN, MODEL, run_server
 from tests.server.test_server_capture import CHAT, COMPLETIONS
 from vllm_steer import Client, ServerError
 
-PUSH = (np.random.default_rng(5).standard_normal(HIDDEN) * 4).astype(np.float32).tolist()
+PUSH = (np.random.default_rng(5).standard_normal(HIDDEN) * 16).astype(np.float32).tolist()
 RESPONSES = "/v1/responses"
+SITE = {"point": "post_block", "layer": 2}
 STEERING = [{"kind": "add", "point": "post_block", "layers": 2, "vector": PUSH, "tokens": "generated", "live": "calm"}]
-TOKENS = 200
+# A stream lasts until its strength is changed, however busy the machine is: the probe is large until then.
+UNTIL_CHANGED = {
+    "steering": STEERING,
+    "readouts": {"pushed": {"probe": PUSH, **SITE, "positions": "generated"}},
+    "stop_on": [{"readout": "pushed", "below": 0.0}],
+}
+TOKENS = 8000
 BODY: dict[str, Any] = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def stream(client: httpx.Client, path: str, headers: dict[str, str], own_id: str | None, **body: Any) -> Any:
-    """Run a stream, change the strength after its first text, and return the confirmation and the trace.
+@pytest.fixture(scope="module")
+def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    flags = ["--enable-steering", "--max-model-len", "8192"]
+    yield from run_server(model, flags, tmp_path_factory.mktemp("log") / "server.log", warm=True)
 
-    The confirmation is None if the request had ended before the change.
-    """
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def stream(client: httpx.Client, path: str, headers: dict[str, str], own_id: str | None, **body: Any) -> Any:
+    """Run a stream, change the strength after its first text, and return the confirmation and the trace."""
     answer, trace = None, None
-    with client.stream("POST", path, json={**BODY, **body, "steering": STEERING}, headers=headers) as response:
+    with client.stream("POST", path, json={**BODY, **body, **UNTIL_CHANGED}, headers=headers) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if not line.startswith("data: {"):
@@ -38,11 +57,11 @@ def stream(client: httpx.Client, path: str, headers: dict[str, str], own_id: str
                 own_id = request_id
             if answer is None and ("type" not in event or event["type"] == "response.output_text.delta"):
                 answer = client.post(f"/v1/steering/requests/{request_id}", json={"calm": -0.5})
-                assert answer.status_code in (200, 409), answer.text
+                assert answer.status_code == 200, answer.text
             for choice in event.get("choices", (event,)):
                 trace = choice.get("steering_trace", trace)
     assert answer is not None
-    return answer.json() if answer.status_code == 200 else None, trace
+    return answer.json(), trace
 
 
 PROMPTS: dict[str, dict[str, Any]] = {
@@ -61,10 +80,7 @@ def test_change_over_http(client: httpx.Client, path: str, own_id: str | None, i
     """
     asked = PROMPTS[path] | ({"request_id": own_id} if in_body else {})
     headers = {"x-request-id": own_id} if own_id is not None and not in_body else {}
-    # On a busy machine, a stream may end before the client has read its first text.
-    confirmed, trace = next(
-        found for _ in range(40) if (found := stream(client, path, headers, own_id, **asked))[0] is not None
-    )
+    confirmed, trace = stream(client, path, headers, own_id, **asked)
     assert confirmed["strengths"] == {"calm": -0.5}
     first = confirmed["position"]
     strengths = dict(zip(trace["positions"], trace["live"]["calm"], strict=True))
@@ -76,23 +92,18 @@ def test_refused_changes(url: str) -> None:
     """Catches a change of an unknown or ended request that is confirmed, and errors without a remedy."""
     with Client(url) as client:
 
-        def refused(strengths: dict[str, Any]) -> tuple[str, ServerError]:
-            """Send a change to a new request, read the request to its end, and return its id and the error."""
-            pieces = client.stream_chat(
-                [{"role": "user", "content": "Once"}], max_tokens=TOKENS, ignore_eos=True, steering=STEERING
+        def begin(tokens: int) -> Any:
+            return client.stream_chat(
+                [{"role": "user", "content": "Once"}], max_tokens=tokens, ignore_eos=True, steering=STEERING
             )
-            request_id = next(pieces).id
-            with pytest.raises(ServerError) as error:
-                client.set_strength(request_id, **strengths)
-            list(pieces)
-            return request_id, error.value
 
         for strengths, field in (({"clam": 1.0}, "clam"), ({}, "strengths"), ({"calm": True}, "calm")):
-            # On a busy machine, the request may end before the change.
-            request_id, wrong = next(found for _ in range(40) if (found := refused(strengths))[1].status != 409)
-            assert (wrong.status, wrong.param) == (400, field)
+            with closing(begin(TOKENS)) as pieces, pytest.raises(ServerError) as wrong:
+                client.set_strength(next(pieces).id, **strengths)
+            assert (wrong.value.status, wrong.value.param) == (400, field)
+        *_, last = begin(5)
         with pytest.raises(ServerError, match="has ended") as ended:
-            client.set_strength(request_id, calm=1.0)
+            client.set_strength(last.id, calm=1.0)
         assert ended.value.status == 409
         with pytest.raises(ServerError, match="use the id of its response") as unknown:
             client.set_strength("other", calm=1.0)
