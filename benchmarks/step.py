@@ -45,6 +45,11 @@ from benchmarks.build import identity
 STOCK, IDLE = "stock vLLM", "idle"
 WAYS = (IDLE, "one shared vector", "own vectors", "16 probes", "16 readouts", "one layer captured")
 """Ways of the engine with steering. In all but `IDLE`, every request steers or captures at one site."""
+TARGETS: Mapping[str, float | None] = {
+    IDLE: 1.01, "one shared vector": 1.03, "own vectors": 1.03, "16 probes": 1.05, "16 readouts": None,
+    "one layer captured": None,
+}  # fmt: skip
+"""Ratios to aim for, with lengths that are spread."""
 RUNNING, SPREAD, ARRIVALS = LOADS = ("running", "spread", "arrivals")
 REQUESTS, HIDDEN, LAYER = 256, 512, 2
 
@@ -262,7 +267,10 @@ def main() -> None:
         "python": platform.python_version(), "beside": arguments.beside,
         "collections": arguments.collect, **identity()
     }  # fmt: skip
-    arguments.out.write_text(json.dumps({"environment": environment, **found, "rounds": rounds}, indent=1) + "\n")
+    note = f"CPU engine, beside: {arguments.beside}"
+    arguments.out.write_text(
+        json.dumps({"environment": environment, "note": note, **found, "rounds": rounds}, indent=1) + "\n"
+    )
     print(json.dumps(found, indent=1))
 
 

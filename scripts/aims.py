@@ -24,6 +24,7 @@ from pages import table
 
 from benchmarks.front_end import TARGETS as FRONT_END_TARGETS
 from benchmarks.shapes import SHAPES
+from benchmarks.step import TARGETS as ENGINE_CORE_TARGETS
 from vllm_steer import __version__
 from vllm_steer.config import SteeringConfig
 from vllm_steer.taps.tables import table_bytes, table_shapes
@@ -197,6 +198,19 @@ def front_end(way: str) -> Aim:
     return Aim(f"API server: {FRONT_END_WAYS[way]}", unit, bound, "requests", figure, form=form)
 
 
+def engine_core(way: str, high: float | None) -> Aim:
+    """Return an aim for the engine core's time on the host per step, of ``benchmarks/step.py``."""
+
+    def figure(fits: Fits) -> Figure | None:
+        for name in names("step.json"):
+            if fits("captured steps", result := read(name)):
+                return Figure({"256": result["spread"][way]["ratio"]}, [(name, result)])
+        return None
+
+    bound = None if high is None else Bound(high=high)
+    return Aim(f"engine core, {way}", "CPU per step, ratio", bound, "captured steps", figure, has_note=True)
+
+
 def patching(fits: Fits) -> Figure | None:
     """Return the cells per second of a study and of a loop of hooks on a GPU."""
     for name in names("gpu-patching*.json"):
@@ -314,6 +328,7 @@ AIMS: Sequence[Aim] = (
     Aim("peers beside this project, ratio to their stock vLLM", "throughput", None, "captured steps", peers),
     Aim("GPU tests", "runs", Bound(1, text="all pass"), "captured steps", tested),
     *(front_end(way) for way in FRONT_END_WAYS),
+    *(engine_core(way, high) for way, high in ENGINE_CORE_TARGETS.items()),
 )  # fmt: skip
 
 
