@@ -85,13 +85,16 @@ def test_comparison_finds_exchanged_rows(llm: Any, mixed: Any) -> None:
     """Negative control: with two exchanged slots, the test above fails."""
     prompts, wanted, together, _ = mixed
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    store = type(runner.steering.store)
-    original = store.slot_of
+
+    class Exchanged(dict[str, int]):
+        def get(self, name: str, default: Any = None) -> Any:
+            return next((slot for other, slot in self.items() if other != name), default)
+
+    runner._steer_slot_of = Exchanged(runner._steer_slot_of)
     try:
-        store.slot_of = lambda self, name: (lambda slot: None if slot is None else slot ^ 3)(original(self, name))
         exchanged = run(llm, prompts[1:3], wanted[1:3])
     finally:
-        store.slot_of = original
+        runner._steer_slot_of = dict(runner._steer_slot_of)
     assert any(
         np.abs(logprobs_of(got) - logprobs_of(right)).max() > 1e-2
         for got, right in zip(exchanged, together[1:3], strict=True)
