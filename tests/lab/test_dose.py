@@ -34,7 +34,7 @@ def directions(*layers: int) -> Directions:
 
 
 def test_the_probe_of_a_module_scores(llm: Any) -> None:
-    """Catches a name that is read as numbers, and other scores than those of the probe's weights."""
+    """Catches a name that is read as numbers, and scores that differ from the scores with the probe's weights."""
     llm.steering.register("judge", probes={"joy": {"weights": WEIGHTS, **{k: READOUT[k] for k in ("point", "layer")}}})
     try:
         named = dose(llm, directions(0), PROMPTS, **{**SETTINGS, "score": ProbeScore({"probe": "judge/joy"})})

@@ -27,7 +27,7 @@ class ProbeComparison:
 
     @property
     def difference(self) -> float:
-        """AUROC of the new probe minus that of the old one."""
+        """Difference of the AUROCs, new minus old."""
         return self.new.auroc - self.old.auroc
 
     @cached_property

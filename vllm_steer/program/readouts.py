@@ -72,7 +72,7 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def form(self) -> float:
-        """What a READ records, as its ``low``: 1 for a sigmoid plus 2 for a cosine."""
+        """Value of ``low`` in a READ instruction: 1 for a sigmoid plus 2 for a cosine."""
         return self.sigmoid + 2.0 * self.cosine
 
     def is_sound(self, num_vectors: int) -> bool:

@@ -69,9 +69,14 @@ def vectors(*numbers: Any, kind: str = "<f4", **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["<f4", "<f2"])
 @pytest.mark.parametrize("more", [{}, {"steering": EDITS}, {"readouts": fields()["readouts"]}, {"capture": CAPTURE}])
 def test_fields_with_other_vectors_are_compiled_alike(numbers: Any, kind: str, more: dict[str, Any]) -> None:
-    """Catches an outline with vectors in the wrong places, without some digests, or of other fields."""
-    for earlier in ((1.0, 2.0), (7.0,), (7.0, 8.0, 9.0)):
-        compile_json_fields(vectors(*earlier, kind=kind, **more))
+    """Catches an outline with vectors in the wrong places, without some digests, or of other fields.
+
+    Also catches a property that depends on vectors and is taken over from the outline.
+    """
+    for earlier in ((1.0, 2.0), (1.5, 2.5), (7.0,), (7.5,), (7.0, 8.0, 9.0), (7.5, 8.5, 9.5)):
+        program = Program.from_bytes(compile_json_fields(vectors(*earlier, kind=kind, **more))[PROGRAM_KEY])
+        for name in PROPERTIES:  # later programs take these over from the outline
+            getattr(program.outline, name)
     given = vectors(*numbers, kind=kind, **more)
     compiled = compile_json_fields(given)
     assert compiled == compile_fields(given)

@@ -110,7 +110,7 @@ def test_the_fast_parser_finds_the_same(text: str) -> None:
 
 
 def test_colons_in_texts_do_not_hide_duplicates() -> None:
-    """Catches prompts with colons that are read by the slow parser, and an escaped colon that stands for a key's."""
+    """Catches prompts with colons that go to the slow parser, and a duplicate key that an escaped colon hides."""
     assert find_fields(b'{"prompt": "a: b", "steering": [1]}').document == {"prompt": "a: b", "steering": [1]}
     assert find_fields(b'{"prompt": "\\u003A", "steering": [1], "steering": [1]}').problem is not None
 

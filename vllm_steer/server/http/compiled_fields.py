@@ -34,7 +34,7 @@ _Entry: TypeAlias = dict[str, bytes]
 
 
 class _Outline(NamedTuple):
-    """What fields compile to, to be used for fields with other vectors."""
+    """Compiled fields with random numbers as vectors; other fields replace the vectors."""
 
     compiled: _Entry
     program: Program
@@ -104,8 +104,8 @@ def _is_packed(vector: Any) -> bool:
 def _outline_of(fields: Mapping[str, Any], packed: list[Any]) -> _Outline | None:
     """Return the outline of valid fields, or None if they have no program, or not all of the vectors in it.
 
-    A program has equal vectors once, also those of other fields. Random vectors are in the places of the packed ones,
-    so a place is never that of a probe or another edit with the same numbers.
+    A program stores equal vectors once, even if they come from different fields. Random vectors replace the packed
+    ones here, so that no probe and no other edit shares a vector with them.
     """
     random = np.random.default_rng()
     stand_ins = [pack_array(random.standard_normal(parse_vector(vector).size, dtype="f4")) for vector in packed]

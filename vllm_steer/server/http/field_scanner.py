@@ -140,7 +140,8 @@ def _without_duplicates(body: bytes) -> dict[str, Any] | None:
     """Return the object of a body that certainly has no duplicate keys, otherwise None.
 
     msgspec reads numbers ten times faster than Python's parser and refuses more, but it hides duplicate keys. Each key
-    has a colon, so a body without them has as many colons as its values written again. Escaped colons return None.
+    has a colon, so there are none if the body and its encoded object have equally many colons. A body with an escape
+    that may be a colon returns None.
     """
     if b"\\u003" in body:
         return None
