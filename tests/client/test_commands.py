@@ -111,7 +111,7 @@ def test_other_servers(command: tuple[str, ...], body: str, monkeypatch: pytest.
         ("http://x:8000/v1/", "'http://x:8000/v1/' ends with /v1, which is added to it; write http://x:8000"),
     ],
 )
-def test_a_url_is_that_of_the_root(url: str, words: str) -> None:
+def test_a_url_has_a_scheme_and_no_version(url: str, words: str) -> None:
     """Catches "unsupported protocol" or "Not Found", which do not tell what to write."""
     assert words in run(url, "status", status=1)
     with pytest.raises(SteeringError, match="url"):
