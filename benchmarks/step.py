@@ -3,8 +3,8 @@
 
     python -m benchmarks.step --out benchmarks/results/step.json
 
-Two engines with one tiny model run in processes of their own and take turns in several rounds, in another order each
-round. The stock one runs without plugins; the other one runs each way of `WAYS`. Only ratios within a round are
+Stock vLLM without plugins and each way of `WAYS` have an engine in a process of its own, so that none pays for the
+memory of another. They take turns in several rounds, in another order each round. Only ratios within a round are
 meaningful; results are medians over the rounds.
 
 * *Running*: 256 requests start together and decode for 64 steps.
@@ -13,10 +13,11 @@ meaningful; results are medians over the rounds.
 * *Arrivals*: 256 requests of one token each, of which the time per request beyond stock vLLM's is shown.
 
 The time is that of vLLM's scheduler and runner with everything that this package adds to them, from the arrival of a
-request in the engine core to the outputs of a step. Work that a GPU would do is measured apart. That is the forward
-pass with its taps and the logits ("forward"), and this package's functions beside it: row assignment, products and
-records ("operations"). On a CPU these run as torch operations on the same thread; on a GPU the host launches one kernel
-for each. The time to launch them is missing here, and so is that of copies from and to a device. The CPU's engine uses
+request in the engine core to the outputs of a step. Work that a GPU would do is not done or measured apart. The model
+returns prepared hidden states and logits: its arithmetic on the same core would evict the caches of the host's code,
+more of them the more taps run. This package's functions beside the model are measured apart ("operations"): row
+assignment, products and records. On a CPU these run as torch operations on the same thread; on a GPU the host launches
+one kernel for each. The time to launch kernels is missing here, and so is the time of copies from and to a device. The CPU's engine uses
 vLLM's model runner V1, whose batches change their order when requests end; GPUs use V2 where vLLM chooses it. Python's
 garbage collections are off unless `--collect` is given, because in one process they visit the front end's objects too.
 """
@@ -39,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.build import identity
 
@@ -51,7 +53,7 @@ TARGETS: Mapping[str, float | None] = {
 }  # fmt: skip
 """Ratios to aim for, with lengths that are spread."""
 RUNNING, SPREAD, ARRIVALS = LOADS = ("running", "spread", "arrivals")
-REQUESTS, HIDDEN, LAYER = 256, 512, 2
+REQUESTS, TOKENS, HIDDEN, LAYER = 256, 8192, 512, 2
 
 
 def fields(way: str, number: int) -> dict[str, Any]:
@@ -107,10 +109,9 @@ class Clock:
     def take(self, requests: int) -> dict[str, float]:
         """Return the figures of a load and start again."""
         spent, steps = self.seconds, self.calls["step"]
-        device = spent["forward"] + spent["operations"]
         found: dict[str, float] = {
-            "host": spent["step"] + spent["arrival"] - device, "operations": spent["operations"],
-            "forward": spent["forward"], "steps": steps, "requests": requests,
+            "host": spent["step"] + spent["arrival"] - spent["operations"], "operations": spent["operations"],
+            "steps": steps, "requests": requests,
         }  # fmt: skip
         self.seconds.clear()
         self.calls.clear()
@@ -118,15 +119,13 @@ class Clock:
 
 
 def make_engine(clock: Clock, model: str, steering: bool) -> Any:
-    """Return an engine in this process whose parts are timed."""
+    """Return an engine in this process whose parts are timed and whose model is not computed."""
     import vllm
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     import vllm_steer
 
-    clock.wrap(GPUModelRunner, "_model_forward", "forward")
-    clock.wrap(LlamaForCausalLM, "compute_logits", "forward")
     if steering:
         import vllm_steer.engine.model_setup
         from vllm_steer.engine.runner_v1 import SteeringRunnerV1
@@ -146,9 +145,15 @@ def make_engine(clock: Clock, model: str, steering: bool) -> Any:
         setup.device_ops = timed_ops
     made: Any = (vllm_steer if steering else vllm).LLM(
         model=model, enforce_eager=True, dtype="float32", max_model_len=512, skip_tokenizer_init=True, seed=0,
-        disable_log_stats=False, max_num_seqs=REQUESTS, max_num_batched_tokens=8192, num_gpu_blocks_override=1280,
+        disable_log_stats=False, max_num_seqs=REQUESTS, max_num_batched_tokens=TOKENS, num_gpu_blocks_override=1280,
         **({"enable_steering": True} if steering else {}),
     )  # fmt: skip
+    # Only now, because this package checks its taps on start.
+    states, logits = torch.zeros(TOKENS, HIDDEN), torch.zeros(REQUESTS, 128)
+    runner: Any = GPUModelRunner
+    runner._model_forward = lambda _, input_ids, **__: states[: len(input_ids)]
+    model_class: Any = LlamaForCausalLM
+    model_class.compute_logits = lambda _, hidden: logits[: len(hidden)].clone()
     core = made.llm_engine.engine_core.engine_core
     clock.wrap(core, "step_fn", "step")
     clock.wrap(core, "preprocess_add_request", "arrival")
@@ -156,8 +161,9 @@ def make_engine(clock: Clock, model: str, steering: bool) -> Any:
     return made.llm_engine
 
 
-def serve(pipe: Any, model: str, steering: bool, collects: bool) -> None:
-    """Run an engine: receive a way and a load, and send its figures."""
+def serve(pipe: Any, model: str, way: str, collects: bool) -> None:
+    """Run an engine: receive loads, and send the figures of each."""
+    steering = way != STOCK
     # Before vLLM is imported.
     os.environ["VLLM_PLUGINS"] = "steering" if steering else "none"
     clock = Clock()
@@ -172,7 +178,7 @@ def serve(pipe: Any, model: str, steering: bool, collects: bool) -> None:
         gc.disable()
     pipe.send(None)
     while (given := pipe.recv()) is not None:
-        way, load, seed = given
+        load, seed = given
         requests = lengths(load, seed)
         gc.collect()
         gc.freeze()  # as vLLM does in an engine of its own process, so that no way pays for objects of another one
@@ -210,7 +216,7 @@ def summary(rounds: list[dict[str, dict[str, dict[str, float]]]]) -> dict[str, d
                 "ratio with operations": round(statistics.median(with_operations), 3),
                 **{
                     f"{part}, us per step": round(statistics.median(per_step(own, part) for own, _ in pairs), 1)
-                    for part in ("host", "operations", "forward")
+                    for part in ("host", "operations")
                 },
             }
     found[ARRIVALS] = {
@@ -244,22 +250,20 @@ def main() -> None:
         sizes = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.05}
         heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
         model = str(save_tiny_llama(Path(folder), **sizes, **heads))
-        for ways in ((STOCK,), tuple(arguments.ways)):
-            pipe, other = context.Pipe()
-            context.Process(target=serve, args=(other, model, ways != (STOCK,), arguments.collect), daemon=True).start()
+        for way in (STOCK, *arguments.ways):
+            pipes[way], other = context.Pipe()
+            context.Process(target=serve, args=(other, model, way, arguments.collect), daemon=True).start()
             other.close()  # so that the end of the process ends the pipe
-            pipes.update(dict.fromkeys(ways, pipe))
-        for pipe in set(pipes.values()):
-            pipe.recv()  # has started
+            pipes[way].recv()  # has started
         for number in range(arguments.rounds + 1):  # the first one warms up
             taken: dict[str, dict[str, dict[str, float]]] = {load: {} for load in LOADS}
             for load in LOADS:
                 for way in random.permutation(list(pipes)).tolist():
-                    pipes[way].send((way, load, number))
+                    pipes[way].send((load, number))
                     taken[load][way] = pipes[way].recv()
             if number:
                 rounds.append(taken)
-        for pipe in set(pipes.values()):
+        for pipe in pipes.values():
             pipe.send(None)
     found = summary(rounds)
     environment = {

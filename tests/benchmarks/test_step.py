@@ -24,7 +24,7 @@ def test_only_own_vectors_differ(way: str) -> None:
 
 
 def test_device_work_is_no_host_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a forward pass, or an operation of this package, that counts as time of the host."""
+    """Catches an operation of this package that counts as time of the host."""
     clock, now = Clock(), 0.0
 
     def spend(seconds: float) -> None:
@@ -32,16 +32,15 @@ def test_device_work_is_no_host_work(monkeypatch: pytest.MonkeyPatch) -> None:
         now += seconds
 
     monkeypatch.setattr(time, "thread_time", lambda: now)
-    forward, operation = clock.timed(spend, "forward"), clock.timed(spend, "operations")
+    operation = clock.timed(spend, "operations")
 
     def run() -> None:
         spend(1.0)
-        forward(20.0)
         operation(300.0)
 
     clock.timed(run, "step")()
     clock.timed(spend, "arrival")(4000.0)
-    expected = {"host": 4001.0, "operations": 300.0, "forward": 20.0, "steps": 1, "requests": 5}
+    expected = {"host": 4001.0, "operations": 300.0, "steps": 1, "requests": 5}
     assert clock.take(5) == expected
     assert clock.take(0)["host"] == 0
 
@@ -50,7 +49,7 @@ def test_ratios_are_within_a_round() -> None:
     """Catches a ratio of medians of different rounds, and a mean over requests instead of steps."""
 
     def round_of(stock: float, idle: float) -> Any:
-        shared = {"operations": 0.0, "forward": 0.0, "requests": REQUESTS}
+        shared = {"operations": 0.0, "requests": REQUESTS}
         ways = {STOCK: {"host": stock, "steps": 10, **shared}, IDLE: {"host": idle, "steps": 20, **shared}}
         return dict.fromkeys(LOADS, ways)
 
@@ -71,7 +70,7 @@ def test_ratios_are_within_a_round() -> None:
     ],
 )
 def test_timed_parts_exist(owner: str, name: str) -> None:
-    """Catches a rename, after which a part would be counted as another one."""
+    """Catches a rename, after which a part would be counted as another one or the model computed."""
     module, _, attribute = owner.partition(":")
     import_module(f"{module}.{attribute}" if attribute == "model_setup" else module)
     assert callable(getattr(getattr(import_module(module), attribute), name))
