@@ -17,9 +17,10 @@ request in the engine core to the outputs of a step. Work that a GPU would do is
 returns prepared hidden states and logits: its arithmetic on the same core would evict the caches of the host's code,
 more of them the more taps run. This package's functions beside the model are measured apart ("operations"): row
 assignment, products and records. On a CPU these run as torch operations on the same thread; on a GPU the host launches
-one kernel for each. The time to launch kernels is missing here, and so is the time of copies from and to a device. The CPU's engine uses
-vLLM's model runner V1, whose batches change their order when requests end; GPUs use V2 where vLLM chooses it. Python's
-garbage collections are off unless `--collect` is given, because in one process they visit the front end's objects too.
+one kernel for each. The time to launch kernels is missing here, and so is the time of copies from and to a device. The
+CPU's engine uses vLLM's model runner V1, whose batches change their order when requests end; GPUs use V2 where vLLM
+chooses it. Python's garbage collections are off unless `--collect` is given, because in one process they visit
+the front end's objects too.
 """
 
 from __future__ import annotations
