@@ -137,13 +137,16 @@ def test_export(root, tmp_path):
             "--point resid_post.3 is a site of layer 3, but --layer is 0",
         ),
         (["export", "{root}", "{bad}"], "unknown suffix"),
+        (["export", "{root}", "{there}"], "there.npz exists; name another file, or remove this one"),
     ],
 )
 def test_errors_have_no_traceback(root, tmp_path, words, message):
     """Catches a traceback instead of an error message, and rows of another layer than the named site's."""
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"x" * 100)
-    output = run(*(word.format(root=root, tmp=tmp_path, bad=bad) for word in words), code=1)
+    there = tmp_path / "there.npz"
+    there.write_bytes(b"")
+    output = run(*(word.format(root=root, tmp=tmp_path, bad=bad, there=there) for word in words), code=1)
     assert output.startswith("error: ") or "\nerror: " in output
     assert message in output and "Traceback" not in output
 

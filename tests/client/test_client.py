@@ -318,7 +318,7 @@ def test_retries_idempotent_requests(outcomes: tuple[Any, ...], attempts: int) -
 def test_completions_are_not_repeated() -> None:
     """Catches a repeated completion that the server may still be running."""
     transport, seen = failing(httpx.ReadError)
-    with pytest.raises(httpx.ReadError):
+    with pytest.raises(httpx.ReadError, match=r"cannot reach http://localhost:8000.*: lost; see the server's log"):
         Client(transport=transport, model="tiny", retry=FAST_RETRY).complete("Hi")
     assert len(seen) == 1
     transport, seen = failing(503, httpx.ConnectError)

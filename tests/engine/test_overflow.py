@@ -15,13 +15,16 @@ from tests.engine import scheduler_harness
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.engine.conftest import opened
 from tests.tiny import HIDDEN, VOCAB
+from vllm_steer import SteeringError
 from vllm_steer.engine.edited_blocks import EditedBlocks
 
-BEYOND = {
-    field: {"post_block": {0: np.full(HIDDEN, 3e38, "f4")}}
-    for field in ("steering_vectors", "prefill_steering_vectors")
-}
-"""Two edits, each of which adds finite numbers; their sum is infinite."""
+
+def beyond(width: int = HIDDEN) -> dict[str, Any]:
+    """Return an edit that is not refused, because what it adds depends on the row; in rows above 2, it is infinite."""
+    edit = {"kind": "add_normed", "point": "post_block", "layers": 0, "vector": np.ones(width), "strength": 3e38}
+    return {"steering": [edit, edit]}
+
+
 FEW: dict[str, Any] = {"block_size": 32, "max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 8}
 """So few blocks that each is soon reused by another request."""
 
@@ -55,7 +58,7 @@ def outputs_around_overflow(llm: Any) -> tuple[list[Any], list[Any]]:
     """Return outputs of plain requests before and after requests with non-finite keys and values used all blocks."""
     llm.reset_prefix_cache()
     first = run(llm, prompts(1), [params()] * 3)
-    spoilt = run(llm, prompts(2, 6), [params(**BEYOND)] * 6)
+    spoilt = run(llm, prompts(2, 6), [params(**beyond())] * 6)
     assert all(not np.isfinite(logprobs_of(each)).any() for each in spoilt)
     llm.reset_prefix_cache()
     return first, run(llm, prompts(1), [params()] * 3)
@@ -67,11 +70,18 @@ def test_reused_blocks_hold_finite_values(crowded: Any) -> None:
         np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=1e-3)
 
 
+@pytest.mark.parametrize("size", [1e19, 1e38])
+def test_vectors_with_infinite_squares(crowded: Any, size: float) -> None:
+    """Catches a finite vector that makes every row zero or NaN in the next norm, after which each token is 0."""
+    with pytest.raises(SteeringError, match=r"^steering_vectors\.post_block\[0\]: add .* use a smaller strength"):
+        run(crowded, prompts(1, 1), [params(steering_vectors={"post_block": {0: np.full(HIDDEN, size)}})])
+
+
 def test_neighbours_in_the_batch_are_unaffected(crowded: Any) -> None:
     """Catches an overflow that spreads to other tokens of its step."""
     alone = run(crowded, prompts(1), [params()] * 3)
     crowded.reset_prefix_cache()
-    wanted = [params(), params(**BEYOND), params(), params()]
+    wanted = [params(), params(**beyond()), params(), params()]
     beside = run(crowded, [*prompts(1)[:1], *prompts(2, 1), *prompts(1)[1:]], wanted)
     for before, after in zip(alone, [beside[0], *beside[2:]], strict=True):
         np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=1e-3)

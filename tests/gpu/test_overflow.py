@@ -15,17 +15,11 @@ import pytest
 
 from tests.engine.answers import chosen_logprobs, params, run
 from tests.engine.conftest import close
-from tests.engine.test_overflow import prompts
+from tests.engine.test_overflow import beyond, prompts
 from tests.tiny import BF16_MODEL, save_tiny_llama
 from vllm_steer import LLM
 
 pytestmark = pytest.mark.gpu
-
-BEYOND = {
-    field: {"post_block": {0: np.full(BF16_MODEL["hidden_size"], 3e38, "f4")}}
-    for field in ("steering_vectors", "prefill_steering_vectors")
-}
-"""Two edits, each of which adds finite numbers; their sum is infinite."""
 
 
 @pytest.fixture(scope="module", params=[None, "TRITON_ATTN"])
@@ -48,7 +42,7 @@ def test_reused_blocks_hold_finite_values(crowded: Any) -> None:
     plain = [params(logprobs=1)] * 3
     crowded.reset_prefix_cache()
     first = run(crowded, prompts(1), plain)
-    spoilt = run(crowded, prompts(2, 6), [params(logprobs=1, **BEYOND)] * 6)
+    spoilt = run(crowded, prompts(2, 6), [params(logprobs=1, **beyond(BF16_MODEL["hidden_size"]))] * 6)
     assert all(not np.isfinite(chosen_logprobs(each)).any() for each in spoilt)
     crowded.reset_prefix_cache()
     for before, after in zip(first, run(crowded, prompts(1), plain), strict=True):

@@ -27,10 +27,10 @@ READOUT = {"probe": WEIGHTS, "point": "post_block", "layer": 1}
 SETTINGS: dict[str, Any] = {"score": ProbeScore(READOUT), "doses": [0.5, 1.0], "controls": 3, "max_tokens": 5}
 
 
-def directions(*layers: int) -> Directions:
+def directions(*layers: int, model: str = "llama") -> Directions:  # a model type, as files of other tools name it
     units = np.random.default_rng(1).standard_normal((4, HIDDEN)).astype(np.float32)
     units /= np.linalg.norm(units, axis=1, keepdims=True)
-    return Directions({n: Direction("post_block", n, units[n], 1.0) for n in layers}, "m", "mean", {})
+    return Directions({n: Direction("post_block", n, units[n], 1.0) for n in layers}, model, "mean", {})
 
 
 def test_the_probe_of_a_module_scores(llm: Any) -> None:
@@ -110,6 +110,8 @@ def test_an_interrupted_study_goes_on(llm: Any, tmp_path: Path, monkeypatch: pyt
         ({"score": lambda prompt, text: float("nan")}, "score: is nan for prompt 0"),
         ({"score": lambda prompt, text: 1 / 0}, "score: failed for prompt 0: ZeroDivisionError"),
         ({"score": "probe.safetensors"}, r"score: must be .*, not str; a probe scores with ProbeScore\(readout\)"),
+        ({"vectors": directions(0, model="org/other-7b")}, "vectors: were made for the model 'org/other-7b', not '"),
+        ({"score": ProbeScore(READOUT, "other")}, "score: is a probe that was trained on the model 'other', not '"),
         ({"vectors": "none.gguf"}, r"none\.gguf cannot be read"),
     ],
 )
@@ -149,11 +151,15 @@ def test_the_command_runs_the_study(llm: Any, tmp_path: Path, monkeypatch: pytes
     assert all(Path(name).stat().st_size for name in files[1::2])
     hidden = {"weights": WEIGHTS[None] / 100, "outputs": np.ones(1), "activation": "tanh"}
     for name, probe in (("linear", {"weights": WEIGHTS}), ("hidden", hidden)):
-        save_module("probe.safetensors", {"probes": {"p": {**probe, "point": "post_block", "layer": 1}}}, "m", {})
+        content = {"probes": {"p": {**probe, "point": "post_block", "layer": 1}}}
+        save_module("probe.safetensors", content, "", {})
         done = CliRunner().invoke(app, [*command, "--score", "probe.safetensors", "--out", f"{name}.jsonl"])
         assert done.exit_code == 0, done.output
         scores = [sample.score for sample in DoseResult.load(f"{name}.jsonl").samples]
         assert (max(map(abs, scores)) <= 1) == (name == "hidden") and len(set(scores)) > 8
+    save_module("probe.safetensors", content, "m", {})
+    done = CliRunner().invoke(app, [*command, "--score", "probe.safetensors", "--out", "other.jsonl"])
+    assert done.exit_code == 1 and "score: is a probe that was trained on the model 'm', not '" in done.output
     for words, message in (
         ([], "score: give --words or --score"),
         (["--score", "judge:none"], "judge:none cannot be imported"),

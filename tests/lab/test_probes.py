@@ -157,7 +157,7 @@ def test_probes_of_another_model_are_refused(llm: Any, trained: TrainedProbe, pl
     """Catches scores of rows of another model, another width, or a layer that does not exist."""
     path, site = tmp_path / "probe.safetensors", {"point": "post_block", "layer": LAYER}
     refused: list[tuple[dict[str, Any], str, str]] = [
-        ({"weights": trained.weights, **site}, "org/other-7b", "was trained on the model 'org/other-7b', not on"),
+        ({"weights": trained.weights, **site}, "org/other-7b", "was trained on the model 'org/other-7b', not '"),
         ({"weights": np.ones(HIDDEN + 1), **site}, "", f"reads rows of {HIDDEN + 1} numbers, and .* has {HIDDEN}"),
         ({"weights": trained.weights, **site, "layer": 40}, "", "40 is not a layer of .*, or start the model"),
         ({"weights": trained.weights}, "", "does not name its hook point and layer; write it with both"),

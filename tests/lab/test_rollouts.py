@@ -94,7 +94,7 @@ def test_lengths_of_texts_and_conversations(
         monkeypatch.setattr(sampled, "OfflineRunner", lambda llm, runner=runner: runner)
         refused = pytest.raises(SteeringError, match=rf"prompts\[1\]: has {tokens} tokens, and m reads at most")
         with refused if tokens == limit else nullcontext():
-            sampled._check_lengths(None, [[], prompt])
+            sampled._check_lengths(None, [{"multi_modal_data": {}}, prompt])
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,9 @@ def test_lengths_of_texts_and_conversations(
         ({"logprobs": 5}, "logprobs: is set by rollouts"),
         ({"capture": {}}, "capture: is set by rollouts"),
         ({"layer": 99}, "layers: 99 is not a layer of .* layers 0 to"),
-        ({"layer": [1, 2]}, "layer: must be 0 to"),
-        ({"prompts": []}, "prompts: has no prompt"),
+        ({"layer": [12]}, r"layer: must be one layer such as 12, not \[12\]"),
+        ({"prompts": []}, "prompts: is empty; give at least one prompt"),
+        ({"prompts": [[1, 2], []]}, r"prompts\[1\]: is empty; give at least one token"),
         ({"prompts": [[1, 2], [3] * 512]}, r"prompts\[1\]: has 512 tokens, and .* at most 511 here; shorten it"),
         ({"prompts": [{"prompt_token_ids": [3] * 600}]}, r"prompts\[0\]: has 600 tokens"),
     ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits whose own numbers multiply to infinity, at the boundary of each dtype."""
+"""Edits whose own numbers are too large, at the boundary of each dtype."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ ZEROS = np.zeros(HIDDEN, "f4")
 
 
 def largest(dtype: str) -> float:
-    return float(torch.finfo(getattr(torch, dtype)).max)
+    return min(float(torch.finfo(getattr(torch, dtype)).max), float(np.nextafter(np.float32(2**64), np.float32(0))))
 
 
 def beyond(dtype: str) -> float:
-    """Return a number that is rounded to infinity, less than two spacings above the largest one."""
-    number = largest(dtype) * (1 + torch.finfo(getattr(torch, dtype)).eps)
-    assert torch.tensor(number, dtype=torch.float64).to(getattr(torch, dtype)).isinf()
+    """Return a number that is rounded to infinity, or whose square is, just above the largest one that is not."""
+    number = min(largest(dtype) * (1 + torch.finfo(getattr(torch, dtype)).eps), 2.0**64)
+    stored = torch.tensor(number, dtype=torch.float64).to(getattr(torch, dtype))
+    assert stored.float().square().isinf()
     return number
 
 
@@ -55,7 +56,8 @@ def check(program: Program, dtype: str) -> None:
 
 
 def refusal(dtype: str, kind: str) -> Any:
-    return pytest.raises(SteeringError, match=rf"^steering\[0\]: {kind} at post_block .* overflows {dtype} ")
+    name = "float32" if dtype == "bfloat16" else dtype
+    return pytest.raises(SteeringError, match=rf"^steering\[0\]: {kind} at post_block .* overflows {name}[ ,]")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,10 +91,10 @@ def test_subspaces(dtype: str, rows: int) -> None:
     if rows > 1:
         fields["tokens"] = [[0, rows]]
     for number, refused in ((largest(dtype), False), (beyond(dtype), True)):
-        # The norm overflows in either case.
-        vector[-1, :2] = number / 4
+        # The norm overflows float16 in either case.
+        vector[-1, : 2 if dtype == "float16" else 1] = number / 4
         edit = Edit(vector=vector if rows > 1 else vector[0], strength=4.0, **fields)
-        with refusal("(float32|bfloat16|float16)", "replace") if refused else nullcontext():
+        with refusal(dtype, "replace") if refused else nullcontext():
             check(compile_program([edit], edit_paths=["steering[0]"]), dtype)
 
 
@@ -106,6 +108,16 @@ def test_vectors(dtype: str, kind: str, rows: int) -> None:
         given: dict[str, Any] = {"vector": vectors, "tokens": [0, 1]} if rows > 1 else {"vector": vectors[0]}
         with refusal(dtype, kind) if refused else nullcontext():
             edit = Edit(kind=kind, strength=4.0, **AT, **given)
+            check(compile_program([edit], edit_paths=["steering[0]"]), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bounds(dtype: str) -> None:
+    """Catches a clamp that moves a row beyond the dtype, and a bound that no row reaches which is refused."""
+    number = beyond(dtype)
+    for bounds, refused in (((number, None), True), ((None, -number), True), ((-number, number), False)):
+        edit = Edit(kind="clamp", vector=np.eye(HIDDEN)[0], low=bounds[0], high=bounds[1], **AT)
+        with refusal(dtype, "clamp") if refused else nullcontext():
             check(compile_program([edit], edit_paths=["steering[0]"]), dtype)
 
 

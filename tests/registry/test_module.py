@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,11 +173,14 @@ def test_rejects_invalid_references(given: Any) -> None:
         (("calm", 1.5), "steering_modules: is a pair; write a list of pairs: [('calm', 1.5)]"),
         (["calm", 2], "write a list of pairs: [('calm', 2)]"),
         ([f"sha256:{1:064}5"], "has an invalid digest"),
+        (["./calm.safetensors"], "is a path, not the name of a module; register one with `vllm-steer modules add"),
+        ([[Path("calm.gguf"), 2]], "'calm.gguf' is a path, not the name of a module"),
+        ([{"module": "C:\\calm", "dose": 1}], "register_file"),
         ([{"name": "calm"}], 'must be a name, a pair such as ["calm", 1.5] or {"module": "calm", "dose": 0.3}'),
     ],
 )  # fmt: skip
-def test_errors_show_how_to_give_a_scale(given: Any, message: str) -> None:
-    """Catches the command line's form and a bare pair refused without the valid form."""
+def test_errors_show_the_valid_form(given: Any, message: str) -> None:
+    """Catches the command line's form, a bare pair and a path refused without the valid form."""
     with pytest.raises(SteeringError) as caught:
         parse_references(given)
     assert message in str(caught.value)

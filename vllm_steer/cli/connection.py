@@ -35,9 +35,7 @@ def connect(url: str, api_key: str | None) -> Iterator[Client]:
             yield client
     except BrokenPipeError:  # the reader of the output has ended, as with head; click ends without a message
         raise
-    except httpx.TransportError as error:
-        raise fail(f"cannot reach {url}: {error}") from None
-    except (ServerError, SteeringError, OSError, httpx.InvalidURL) as error:
+    except (ServerError, SteeringError, OSError, httpx.TransportError, httpx.InvalidURL) as error:
         raise fail(error) from None
     except ValueError:
         raise fail(f"{url} is not a server with vllm-steer: unexpected response") from None

@@ -210,7 +210,8 @@ def _score(words: str | None, against: str, function: str | None) -> Any:
     if words is not None:
         return Keywords(*([word.strip() for word in text.split(",") if word.strip()] for text in (words, against)))
     if Path(str(function)).is_file():
-        return ProbeScore(readout_of(read_probe(str(function))[1]))
+        _, probe, metadata, _ = read_probe(str(function))
+        return ProbeScore(readout_of(probe), metadata.model)
     module, _, name = str(function).partition(":")
     sys.path.insert(0, "")  # the present folder, as for a script
     try:

@@ -19,12 +19,13 @@ from vllm_steer.client.endpoints import (
     aiter_events,
     auth_headers,
     check_url,
+    error_of,
     generation,
     served_model,
     streamed_study,
     study_result,
 )
-from vllm_steer.client.responses import Piece, parse_error, parse_piece
+from vllm_steer.client.responses import Piece, parse_piece
 from vllm_steer.client.sync_client import Client
 
 if TYPE_CHECKING:
@@ -176,5 +177,5 @@ class AsyncClient:
                 outcome = error
             delay = self._retry.delay(attempt, outcome, endpoint.idempotent)
             if delay is None:
-                raise outcome if isinstance(outcome, httpx.TransportError) else parse_error(outcome)
+                raise error_of(outcome, self._http.base_url)
             await asyncio.sleep(delay)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import httpx
 
 from vllm_steer.client.encoding import to_json
-from vllm_steer.client.responses import Completion, parse_completion
+from vllm_steer.client.responses import Completion, parse_completion, parse_error
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
 
@@ -184,6 +184,17 @@ class _EventParser:
 _RETRY_STATUSES = (429, 503)  # the server has not processed the request
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 _MAX_RETRY_AFTER = 60.0
+
+
+def error_of(outcome: httpx.Response | httpx.TransportError, url: httpx.URL) -> Exception:
+    """Return the error with which a request to ``url`` fails."""
+    if isinstance(outcome, httpx.Response):
+        return parse_error(outcome)
+    problem = str(outcome) or type(outcome).__name__
+    remedy = (
+        "start the server, or give the client its url" if isinstance(outcome, _NOT_SENT) else "see the server's log"
+    )
+    return type(outcome)(f"cannot reach {url}: {problem}; {remedy}", request=outcome.request)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from vllm_steer.client.endpoints import (
     auth_headers,
     check_url,
     data_param,
+    error_of,
     generation,
     iter_events,
     module_path,
@@ -36,7 +37,6 @@ from vllm_steer.client.responses import (
     Completion,
     Piece,
     Rows,
-    parse_error,
     parse_piece,
     read_capture_file,
 )
@@ -239,5 +239,5 @@ class Client:
                 outcome = error
             delay = self._retry.delay(attempt, outcome, endpoint.idempotent)
             if delay is None:
-                raise outcome if isinstance(outcome, httpx.TransportError) else parse_error(outcome)
+                raise error_of(outcome, self._http.base_url)
             time.sleep(delay)

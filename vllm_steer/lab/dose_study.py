@@ -23,7 +23,7 @@ from vllm_steer.lab.methods import METHODS, Method, directions_of
 from vllm_steer.lab.ray_engines import RayEngines
 from vllm_steer.lab.samples import Kind, Sample, SampleFile, Study
 from vllm_steer.lab.scores import ProbeScore, Reading, Score, read_again, repetition, score_name
-from vllm_steer.lab.text_rows import read_site_layers
+from vllm_steer.lab.text_rows import check_model, read_site_layers
 from vllm_steer.params import SamplingParams
 from vllm_steer.patching.progress import Progress
 from vllm_steer.registry.directions import Direction, Directions
@@ -95,8 +95,8 @@ def dose(
         use_tqdm: Whether to show a progress bar.
 
     Raises:
-        SteeringError: An argument is invalid, the score fails, or ``out`` has the results of another study or is
-            written by another process.
+        SteeringError: An argument is invalid or made for another model, the score fails, or ``out`` has the results of
+            another study or is written by another process.
     """
     read = read_prompts(prompts, chat=chat)
     if len(read) < _LEAST_PROMPTS:
@@ -112,7 +112,8 @@ def dose(
     read_integer(controls, 2, 1000, "controls")
     shown = None if examples is None else read_examples(examples)
     made = vectors if isinstance(vectors, Directions) else Directions.load(vectors)
-    model, at = _on(llm, _placed, made, layers, read, max_tokens)
+    probe = score if isinstance(score, ProbeScore) else None
+    model, at = _on(llm, _placed, made, layers, read, max_tokens, probe.model if probe else None)
     order = np.random.default_rng(seed).permutation(len(read)).tolist()
     choosing, held_out = sorted(order[: len(read) // 2]), tuple(sorted(order[len(read) // 2 :]))
     study = Study(
@@ -125,7 +126,6 @@ def dose(
         nullcontext() if out is not None else tempfile.TemporaryDirectory() as folder,
         closing(SampleFile(Path(out) if out is not None else Path(str(folder), "samples.jsonl"), study)) as file,
     ):
-        probe = score if isinstance(score, ProbeScore) else None
         answer = _Answer(read, probe, tokens, {"temperature": 0.0, **(sampling or {}), "max_tokens": max_tokens})
         runner = _Runner(llm, read, score, answer, file, use_tqdm)
         cells = [_Cell("plain", 0, None, 0.0, range(len(read)))]
@@ -152,15 +152,20 @@ def _digest(content: Any) -> str:
 
 
 def _placed(
-    llm: Any, made: Directions, layers: Any, prompts: Sequence[Text], max_tokens: int
+    llm: Any, made: Directions, layers: Any, prompts: Sequence[Text], max_tokens: int, scored: str | None
 ) -> tuple[str, dict[int, Direction]]:
-    """Return the model's name and the directions by layer, with the length of the stream on the prompts."""
+    """Return the model's name and the directions by layer, with the length of the stream on the prompts.
+
+    ``scored`` is the name of the model that the probe of the score was trained on, if it is known.
+    """
     facts, point, numbers = read_site_layers(llm, made.point, sorted(made) if layers is None else layers)
     if missing := [layer for layer in numbers if layer not in made]:
         raise SteeringError("layers", f"has no vector of layer {missing[0]}; use some of {sorted(made)}")
     if (width := len(made[numbers[0]].unit)) != facts.hidden_size:
         problem = f"have {width} numbers, and the stream of {facts.model} {facts.hidden_size}"
         raise SteeringError("vectors", f"{problem}; start the model that they were made for")
+    check_model(llm, made.model, "vectors", "were made for")
+    check_model(llm, scored, "score", "is a probe that was trained on")
     found = collect(llm, prompts, point=point, layers=numbers, answer=True)
     needed = found.longest + max_tokens + 1
     if facts.max_model_len is not None and needed > facts.max_model_len:

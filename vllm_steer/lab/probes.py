@@ -16,21 +16,14 @@ from vllm_steer._version import __version__
 from vllm_steer.capture.hidden_states import none_left_running
 from vllm_steer.compat.sources import installed_version
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.activations import (
-    Pool,
-    collect,
-    describe_tokens,
-    described_tokens,
-    read_stored,
-)
+from vllm_steer.lab.activations import Pool, collect, describe_tokens, described_tokens, read_stored
 from vllm_steer.lab.examples import Examples, Source, Text, read_examples
 from vllm_steer.lab.methods import ProbeMethod, fit_probe, probe_scores, read_probe_method
 from vllm_steer.lab.probe_comparison import MARGIN, ProbeComparison
 from vllm_steer.lab.probe_result import ProbeResult, read_probe, readout_of
 from vllm_steer.lab.probe_texts import read_unseen, split_texts
 from vllm_steer.lab.statistics import Floats, Labels, auroc, folds
-from vllm_steer.lab.text_rows import position_lists, read_site_layers
-from vllm_steer.models.sae_site import models_of, plain_name
+from vllm_steer.lab.text_rows import check_model, position_lists, read_site_layers
 from vllm_steer.params import SamplingParams
 from vllm_steer.points import PointName
 from vllm_steer.registry.directions import WITHOUT_FIRST, save_module
@@ -261,11 +254,7 @@ def _check_model(llm: Any, path: str | Path, probe: Probe, metadata: ModuleMetad
         facts, _, _ = read_site_layers(llm, str(probe.point), [probe.layer])
     except SteeringError as error:
         raise SteeringError("probe", f"{path}, {error.field}: {error.problem}") from None
-    names = models_of(llm.llm_engine.vllm_config.model_config)
-    made_for = metadata.model
-    if made_for and plain_name(made_for) not in map(plain_name, names):
-        problem = f"{path} was trained on the model {shown(made_for)}, not on {' or '.join(map(repr, names))}"
-        raise SteeringError("probe", f"{problem}; start that model, or give its name as served_model_name")
+    check_model(llm, metadata.model, "probe", f"{path} was trained on")
     if probe.width != facts.hidden_size:
         problem = f"{path} reads rows of {probe.width} numbers, and {facts.model} has {facts.hidden_size}"
         raise SteeringError("probe", f"{problem}; start the model that it was trained on")

@@ -10,9 +10,8 @@ import torch
 
 from vllm_steer.capture.hidden_states import as_prompts, none_left_running
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.text_rows import read_site_layers
+from vllm_steer.lab.text_rows import read_layer, read_site_layers
 from vllm_steer.patching.offline import OfflineRunner
-from vllm_steer.request.scalars import read_integer
 
 
 class Rollouts(NamedTuple):
@@ -64,8 +63,8 @@ def rollouts(
             ``steering``.
 
     Raises:
-        SteeringError: The engine refuses the layer, the hook point or the steering, ``prompts`` is empty, or a prompt
-            is too long.
+        SteeringError: The engine refuses the layer, the hook point or the steering, ``prompts`` or a prompt is
+            empty, or a prompt is too long.
         TypeError: `SamplingParams` has no such argument.
         RuntimeError: Rows are missing.
 
@@ -77,10 +76,12 @@ def rollouts(
 
     if taken := {"capture", "logprobs"} & sampling.keys():
         raise SteeringError(min(taken), "is set by rollouts; leave it out, or capture with llm.generate")
-    _, name, layers = read_site_layers(llm, point, [read_integer(layer, 0, 2**31 - 1, "layer")])
+    _, name, layers = read_site_layers(llm, point, read_layer(layer))
     spec = {"hooks": {name: list(layers)}, "positions": [[-1, None]]} | ({"dtype": dtype} if dtype else {})
     params = SamplingParams(**sampling, logprobs=0, capture={"memory": spec})
     several, chats = as_prompts(prompts)
+    if not several:
+        raise SteeringError("prompts", "is empty; give at least one prompt")
     _check_lengths(llm, several)
     with none_left_running(llm):
         outputs = (llm.chat if chats else llm.generate)(several, params, use_tqdm=False)
@@ -89,13 +90,11 @@ def rollouts(
         for number, output in enumerate(outputs)
         for sample in sorted(output.outputs, key=lambda each: each.index)
     ]
-    if not found:
-        raise SteeringError("prompts", "has no prompt")
     return Rollouts(*map(torch.cat, zip(*found, strict=True)))
 
 
 def _check_lengths(llm: Any, prompts: Sequence[Any]) -> None:
-    """Raise SteeringError for a prompt that leaves no room for a sampled token. Images and sounds do not count."""
+    """Raise SteeringError for a prompt that is empty, or has no room for a sampled token. Images do not count."""
     runner = OfflineRunner(llm)
     facts, tokenizer = runner.facts, runner.tokenizer
     for number, prompt in enumerate(prompts):
@@ -107,6 +106,8 @@ def _check_lengths(llm: Any, prompts: Sequence[Any]) -> None:
             tokens = runner.encode(tokens, True)
         elif chat or not isinstance(tokens, (list, tuple)):
             continue
+        if not tokens:
+            raise SteeringError(f"prompts[{number}]", "is empty; give at least one token, or remove it")
         if facts.max_model_len is not None and len(tokens) >= facts.max_model_len:
             problem = f"has {len(tokens)} tokens, and {facts.model} reads at most {facts.max_model_len - 1} here"
             raise SteeringError(f"prompts[{number}]", f"{problem}; shorten it, or raise max_model_len")

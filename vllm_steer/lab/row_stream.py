@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.lab.text_rows import TextRows, Texts
+from vllm_steer.lab.text_rows import TextRows, Texts, read_layer
 from vllm_steer.registry.directions import WITHOUT_FIRST
 from vllm_steer.request.scalars import read_integer
 
@@ -83,7 +83,7 @@ class RowStream(IterableDataset[RowBatch]):
         self.shuffle = read_integer(shuffle, 0, _MOST_ROWS, "shuffle")
         self.seed = read_integer(seed, 0, 2**63 - 1, "seed")
         self._rows = TextRows(
-            llm, texts, point=point, layers=[read_integer(layer, 0, 2**31 - 1, "layer")], positions=positions,
+            llm, texts, point=point, layers=read_layer(layer), positions=positions,
             dtype=dtype, answer=answer, truncate=truncate,
         )  # fmt: skip
         self._iterations = 0

@@ -53,6 +53,8 @@ class ProbeScore:
 
     readout: dict[str, Any] = field(hash=False)
     """A probe as in `SamplingParams.readouts`, such as ``direction.probe()`` or ``{"probe": "module/probe"}``."""
+    model: str | None = None
+    """The model that the probe was trained on; `dose` refuses another one."""
 
     def __post_init__(self) -> None:
         """Raise SteeringError unless the readout is a probe."""

@@ -20,12 +20,13 @@ from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.engine.capabilities import DTYPE_BYTES
 from vllm_steer.errors import SteeringError
 from vllm_steer.lab.examples import Source, Text, TextLine, read_texts
+from vllm_steer.models.sae_site import models_of, plain_name
 from vllm_steer.patching.offline import OfflineRunner
 from vllm_steer.patching.runner import ModelFacts
 from vllm_steer.points import PointName
 from vllm_steer.registry.directions import WITHOUT_FIRST
 from vllm_steer.request import CaptureSpec
-from vllm_steer.request.scalars import read_integer
+from vllm_steer.request.scalars import is_integer, read_integer, shown
 from vllm_steer.request.sites import read_layers, read_point
 
 Texts: TypeAlias = "Source | Iterable[Any]"
@@ -46,6 +47,25 @@ def read_site_layers(llm: Any, point: str, layers: Any) -> tuple[ModelFacts, Poi
         problem = f"{numbers[-1]} is not a layer of {facts.model}, which has layers 0 to {facts.num_layers - 1}"
         raise SteeringError("layers", f"{problem}; name other layers, or start the model that they are of")
     return facts, name, numbers
+
+
+def check_model(llm: Any, made_for: str | None, field: str, problem: str) -> None:
+    """Raise SteeringError with ``problem`` if what was made for a model is used with another one.
+
+    Files of other tools may name the model's type instead.
+    """
+    config = llm.llm_engine.vllm_config.model_config
+    names = models_of(config)
+    if made_for and plain_name(made_for) not in map(plain_name, (*names, config.hf_config.model_type)):
+        problem = f"{problem} the model {shown(made_for)}, not {' or '.join(map(repr, names))}"
+        raise SteeringError(field, f"{problem}; start that model, or give its name as served_model_name")
+
+
+def read_layer(layer: Any) -> list[int]:
+    """Return a layer in a list; raise SteeringError if it is not one number."""
+    if not is_integer(layer):
+        raise SteeringError("layer", f"must be one layer such as 12, not {shown(layer)}; call again for another layer")
+    return [int(layer)]
 
 
 def position_lists(positions: Any) -> Any:

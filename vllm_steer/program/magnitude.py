@@ -48,7 +48,7 @@ def check_magnitude(
     norms: dict[int, float] = {}
     for index, edit in enumerate(program.edits[first_edit:], start=first_edit):
         factor = 1.0 if strengths is None else strengths.get(edit.live)
-        norm = 0.0 if factor is None else _added_norm(edit, program, norms, factor)
+        norm = 0.0 if factor is None else added_norm(edit, program, norms, factor)
         if norm > max_norm:
             source, exceeds = program.edit_source(index), _exceeds(edit, norm, max_norm, streams_at)
             if strengths is None:
@@ -69,7 +69,7 @@ def _exceeds(edit: CompiledEdit, norm: float, max_norm: float, streams_at: Strea
     )
 
 
-def _added_norm(edit: CompiledEdit, program: Program, norms: dict[int, float], factor: float) -> float:
+def added_norm(edit: CompiledEdit, program: Program, norms: dict[int, float], factor: float) -> float:
     """Return the largest norm that an edit may add if its strength is multiplied by ``factor``."""
     kind, strength = KIND_OF[edit.code], abs(edit.strength * factor)
     if not edit.strength:

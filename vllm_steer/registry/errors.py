@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.request.references import REGISTER
 from vllm_steer.request.scalars import did_you_mean
 
 FIELD = "steering registry"
@@ -25,7 +26,8 @@ class UnknownModuleError(SteeringError):
             return self
         listed = ", ".join(sorted(names)[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
         hint = did_you_mean(named[0], names) if named else ""
-        listed = listed or "none; register one with `vllm-steer modules add NAME FILE` or llm.steering.register_file"
+        if not listed or (named and "." in named[0]):  # perhaps the name of a file
+            listed = f"{listed or 'none'}; {REGISTER}"
         error = UnknownModuleError(self.field, f"{self.problem}; registered modules: {listed}{hint}")
         error._without_names = self
         return error

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +19,7 @@ GLOBAL_SOURCE = "global steering"
 """Path of the edits of global steering, in messages."""
 SERVER_WIDE_SOURCE = "capture_consumers"
 """Begins the path of a server-wide capture, in messages."""
+REGISTER = "register one with `vllm-steer modules add NAME FILE`, llm.steering.register_file or --steering-modules"
 NAME_RULE = "1 to 64 ASCII letters, digits, dots, dashes and underscores, beginning with a letter or digit"
 
 # ASCII only, so that two different names cannot look alike.
@@ -116,12 +118,12 @@ def parse_reference(value: object, field: str) -> Reference:
     if isinstance(value, (list, tuple)) and len(value) == 2:
         reference = _parse_unscaled(value[0], f"{field}[0]")
         return msgspec.structs.replace(reference, scale=read_number(value[1], f"{field}[1]"))
-    if not isinstance(value, str):
+    if not isinstance(value, (str, PurePath)):
         raise SteeringError(
             field,
             f'must be a name, a pair such as ["calm", 1.5] or {{"module": "calm", "dose": 0.3}}, not {shown(value)}',
         )
-    if scaled := _SCALED_NAME.fullmatch(value):
+    if scaled := _SCALED_NAME.fullmatch(str(value)):
         raise SteeringError(
             field, f'{value!r} is not a valid name; a scale is the second item of a pair: ["{scaled[1]}", {scaled[2]}]'
         )
@@ -154,6 +156,8 @@ def parse_probe(value: object, field: str) -> ProbeReference:
 
 
 def _parse_unscaled(value: object, field: str) -> Reference:
+    if isinstance(value, PurePath) or (isinstance(value, str) and re.search(r"[/\\]", value)):
+        raise SteeringError(field, f"{shown(str(value))} is a path, not the name of a module; {REGISTER}")
     if not isinstance(value, str):
         raise SteeringError(field, f"must be a module name, not {shown(value)} ({type(value).__name__})")
     name, at, digest = value.partition("@")

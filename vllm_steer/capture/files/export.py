@@ -137,7 +137,11 @@ def describe(request: StoredRequest) -> dict[str, Any]:
 @contextmanager
 def _new_file(path: Path) -> Iterator[IO[bytes]]:
     """Create a file that must not exist yet; remove it if writing fails."""
-    with path.open("xb") as file:
+    try:
+        opened = path.open("xb")
+    except FileExistsError:
+        raise FileExistsError(f"{path} exists; name another file, or remove this one") from None
+    with opened as file:
         try:
             yield file
         except BaseException:

@@ -49,6 +49,7 @@ def open_captures(path: str | Path, run: str | None = None) -> Captures:
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
+        CaptureFileError: A file is damaged or not a capture file.
         ValueError: There is no such run.
 
     Examples:
@@ -59,8 +60,8 @@ def open_captures(path: str | Path, run: str | None = None) -> Captures:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     captures = Captures(path, run)
-    if run is not None and run not in (known := Captures(path).runs):
-        raise ValueError(f"{path} has no run {run!r}; runs: {', '.join(map(repr, known)) or 'none'}")
+    if not len(captures) and run is not None and not captures.runs:  # the first use reads the index of every file
+        raise ValueError(f"{path} has no run {run!r}; runs: {', '.join(map(repr, Captures(path).runs)) or 'none'}")
     return captures
 
 
@@ -79,8 +80,7 @@ class Captures(Sequence["StoredRequest"]):
     """Requests in a file or directory: run by run, in the order of submission, then by sample.
 
     Runs are in the order of their first request. Requests without a run, of files that a server returned, come first,
-    by file name. The directory is listed when the requests are first used; call `open_captures` again to find later
-    ones. Using them raises `CaptureFileError` if a file cannot be read.
+    by file name. The directory is listed once; call `open_captures` again to find later ones.
     """
 
     def __init__(self, path: Path, run: str | None = None) -> None:

@@ -164,4 +164,6 @@ def _read_index(path: Path) -> list[TensorEntry]:
         return msgspec.json.decode(metadata["requests"].encode(), type=list[TensorEntry])
     except (SafetensorError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         # UnicodeError: a damaged byte. RecursionError: JSON nested too deeply.
-        raise CaptureFileError(f"{path} cannot be read as a capture file: {error}") from None
+        raise CaptureFileError(
+            f"{path} cannot be read as a capture file: {error}; remove it, or copy it again"
+        ) from None
