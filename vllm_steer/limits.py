@@ -282,7 +282,7 @@ MAX_TOP_K = _most("top k", 64, "`top_k` of a readout `lens` or `sae`, and `token
 MAX_SAES = _most("autoencoders", 64, "sparse autoencoders of an engine")
 MAX_CONTROLLED = _most("controlled samples", 1024, "samples that a controller steers at one time, in one process")
 MAX_SAE_FEATURES = _most("features", 1 << 22, "features of a sparse autoencoder")
-MAX_STUDY_PAIRS = _most("study pairs", 16384, "`pairs` of a patching study")
+MAX_STUDY_PAIRS = _most("study pairs", 16384, "`pairs` of a patching study, and prompts in its `reference`")
 MAX_STUDY_POSITIONS = _most(
     "study positions", 1 << 22, "positions of all columns and all pairs of a patching study together"
 )

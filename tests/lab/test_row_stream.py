@@ -94,7 +94,7 @@ def test_what_cannot_be_streamed(llm: Any) -> None:
         next(iter(DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="fork")))
     for changed, message in (
         ({"layer": 4}, "layers: 4 is not a layer of"),
-        ({"layer": "all"}, "layer: must be 0 to"),
+        ({"layer": "all"}, "layer: must be one layer such as 12, not 'all'"),
         ({"batch_size": 0}, "batch_size: must be 1 to"),
         ({"shuffle": -1}, "shuffle: must be 0 to"),
         ({"seed": -1}, "seed: must be 0 to"),

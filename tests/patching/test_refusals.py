@@ -221,6 +221,14 @@ def test_the_columns_of_all_pairs_are_counted_together(monkeypatch: pytest.Monke
         PatchingStudy(FakeRunner(), pairs=[*pairs, pairs[0]]).sweep(progress=False)
 
 
+def test_many_reference_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a forward pass for each prompt of a list of any length."""
+    monkeypatch.setattr(prepare, "MAX_STUDY_PAIRS", 2)
+    assert study(FakeRunner(), **MEAN, reference=["the slow bus"] * 2).sweep(progress=False).cells.size
+    with pytest.raises(SteeringError, match="reference: has 3 prompts; a study has at most 2"):
+        study(FakeRunner(), **MEAN, reference=["the slow bus"] * 3).sweep(progress=False)
+
+
 @pytest.mark.parametrize("positions", [[0, 0, 1, 1], [True, False, True], np.array([False, True, True])], ids=repr)
 def test_masks_are_no_positions(positions: Any) -> None:
     """Catches a mask that becomes columns for the positions 0 and 1."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_STUDY_POSITIONS
+from vllm_steer.limits import MAX_STUDY_PAIRS, MAX_STUDY_POSITIONS
 from vllm_steer.patching.axes import Alignment, Span, align, read_alignment, read_positions, windows
 from vllm_steer.patching.header import PairInfo, SweepInfo
 from vllm_steer.patching.metrics import Array
@@ -259,6 +259,8 @@ class Preparation:
             return [pair.clean for pair in self._pairs]
         if not isinstance(given, (list, tuple)) or not given:
             raise SteeringError("reference", f"must be a list of prompts, not {shown(given)}")
+        if len(given) > MAX_STUDY_PAIRS:
+            raise SteeringError("reference", f"has {len(given)} prompts; a study has at most {MAX_STUDY_PAIRS}")
         return [read_tokens(prompt, self._runner, f"reference[{i}]", special=True) for i, prompt in enumerate(given)]
 
     def _unpatched(self, cases: Sequence[tuple[Case, Case | None]]) -> tuple[Array, Array]:

@@ -74,8 +74,9 @@ def test_random_access_scans_each_file_once(tmp_path, monkeypatch):
     scanned, scan = [], stream_file.scan
     monkeypatch.setattr(stream_file, "scan", lambda path: (scanned.append(path), scan(path))[1])
     requests = many(60)
-    captures = write(tmp_path, requests, per_file=4)
+    folder = write(tmp_path, requests, per_file=4).path
     scanned.clear()
+    captures = open_captures(folder)
     expected = {request.request_id: request for request in requests}
     order = list(range(60)) * 2
     random.Random(0).shuffle(order)
