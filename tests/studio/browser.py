@@ -63,6 +63,13 @@ BROKEN_WORDS = """() => [...document.querySelectorAll("thead th")].filter((eleme
 }).map((element) => element.textContent)"""
 """Returns the headings of columns with a word that goes over several lines."""
 
+RAGGED = """() => [...document.querySelectorAll(".row")].filter((row) => {
+  const boxes = [...row.querySelectorAll("input, select, button")].map((each) => each.getBoundingClientRect());
+  const differ = (a, b) => a.top < b.bottom && b.top < a.bottom && Math.abs(a.top + a.bottom - b.top - b.bottom) > 8;
+  return boxes.some((one) => boxes.some((other) => differ(one, other)));
+}).map((element) => element.textContent.slice(0, 100))"""
+"""Returns the rows of a form in which controls of a line are not on one height."""
+
 UNNAMED = """() => [...document.querySelectorAll("input, select, textarea, button, a, [role=listbox], svg[role=img]")]
   .filter((element) => element.checkVisibility())
   .filter((element) => !(element.labels?.length || element.ariaLabel || element.textContent.trim()))

@@ -40,7 +40,7 @@ effect(write);
 class KeyForm extends View {
 	view() {
 		return html`<form
-			class="key"
+			class="row"
 			onSubmit=${submits(() => {
 				key.value = typed.value.trim();
 				connect();

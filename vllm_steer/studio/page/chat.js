@@ -5,7 +5,7 @@ import { report } from "./api.js";
 import { share } from "./share.js";
 import { CopyTurn, Inspector, Legend, Status, Tokens } from "./tokens.js";
 import { colour, settled, Turn } from "./turn.js";
-import { Alert, Button, Field, html, readNumber, sampling, SamplingFields, signal, submits, View } from "./ui.js";
+import { Alert, Button, Field, html, promptSettings, readNumber, sampling, SamplingFields, signal, submits, View } from "./ui.js";
 
 /**
  * A message. Its children are continuations of the conversation; `shown` is the one that the page shows.
@@ -26,11 +26,8 @@ function message(role, text, parent, turn = null) {
 const root = message("root", "", null);
 const version = signal(0);
 const current = signal(null);
-const draft = signal("");
+const { prompt: draft, temperature, seed, maxTokens } = promptSettings("");
 const system = signal("");
-const temperature = signal("0");
-const seed = signal("0");
-const maxTokens = signal("128");
 const lens = signal(true);
 const topK = signal("4");
 const layers = signal("");
@@ -212,7 +209,7 @@ export class Chat extends View {
 		const running = path.at(-1)?.turn?.state.value === "running";
 		const depth = colouring.value === "depth";
 		return html`<div class="columns">
-			<div class="main">
+			<div>
 				<div>
 					${path.length ? null : html`<p class="hint">Ask the model something. Each token of its answer carries what the layers predicted.</p>`}
 					${path.map((at) => html`<${Entry} key=${at} at=${at} onEnter=${this.enter} />`)}

@@ -12,6 +12,7 @@ export const problem = signal("");
 const done = signal("");
 const loaded = signal(false);
 const name = signal("");
+const file = signal(null);
 const asked = signal("");
 const chosen = signal("");
 const scale = signal("1");
@@ -68,42 +69,36 @@ export function summary(content) {
 	return [...parts, ...content.edits].join("; ") || "no edits";
 }
 
-async function upload(event) {
-	const file = event.target.files[0];
-	event.target.value = "";
-	if (!file) return;
-	const wanted = name.value.trim() || file.name.replace(/\.[^.]*$/, "");
-	const ok = await attempt(async () => {
-		const buffer = await file.arrayBuffer();
-		await ask("POST", `${ROUTE}?name=${encodeURIComponent(wanted)}`, buffer, { type: "application/octet-stream" });
-	}, `${wanted} is registered.`);
-	if (ok) {
-		const words = done.value;
+/** Change something on the server, and read its state again. */
+const change = (action, success) =>
+	attempt(async () => {
+		await action();
 		await refresh();
-		done.value = words;
-		name.value = "";
-	}
+	}, success);
+
+async function upload(form) {
+	const given = file.value;
+	const wanted = name.value.trim() || given.name.replace(/\.[^.]*$/, "");
+	const path = `${ROUTE}?name=${encodeURIComponent(wanted)}`;
+	const send = async () => ask("POST", path, await given.arrayBuffer(), { type: "application/octet-stream" });
+	if (!(await change(send, `${wanted} is registered.`))) return;
+	form.reset();
+	file.value = null;
+	name.value = "";
 }
 
 async function remove(module) {
-	const ok = await attempt(() => ask("DELETE", `${ROUTE}/${encodeURIComponent(module)}`));
+	await change(() => ask("DELETE", `${ROUTE}/${encodeURIComponent(module)}`), `${module} is deleted.`);
 	asked.value = "";
-	if (ok) {
-		await refresh();
-		done.value = `${module} is deleted.`;
-	}
 }
 
 async function setGlobal() {
 	const body = { modules: [[chosenOf(chosen, choices()), Number(scale.value)]] };
-	const ok = await attempt(() => ask("POST", "v1/steering/set", body));
+	await change(() => ask("POST", "v1/steering/set", body));
 	sure.value = false;
-	if (ok) await refresh();
 }
 
-async function clearGlobal() {
-	if (await attempt(() => ask("POST", "v1/steering/clear"))) await refresh();
-}
+const clearGlobal = () => change(() => ask("POST", "v1/steering/clear"));
 
 const rowOf = (module) => [
 	module.name,
@@ -113,7 +108,7 @@ const rowOf = (module) => [
 	html`<code>${module.digest.slice(0, 19)}</code> (${module.versions.length})`,
 	asked.value === module.name
 		? html`<${Button} class="danger" onClick=${() => remove(module.name)}>Delete for everybody<//> <${Button} onClick=${() => (asked.value = "")}>Keep<//>`
-		: html`<${Button} class="quiet" aria-label=${`Delete ${module.name}`} onClick=${() => (asked.value = module.name)}>Delete<//>`,
+		: html`<${Button} class="danger" aria-label=${`Delete ${module.name}`} onClick=${() => (asked.value = module.name)}>Delete<//>`,
 ];
 
 class Global extends View {
@@ -142,11 +137,12 @@ export class Modules extends View {
 
 	view() {
 		return html`<div>
-			<div class="row">
-				<${Field} label="Name" value=${name} hint="of the new module; empty for the file's" />
-				<label>File of a module or of another tool <input type="file" onChange=${upload} /></label>
+			<form class="row" onSubmit=${submits(upload)}>
+				<label class="field">File of a module or of another tool <input type="file" onChange=${(event) => (file.value = event.target.files[0])} /></label>
+				<${Field} label="Name" value=${name} hint="empty for the file's name" />
+				<button type="submit" class="primary" disabled=${!file.value}>Upload</button>
 				<${Button} class="quiet" onClick=${refresh}>Refresh<//>
-			</div>
+			</form>
 			<${Alert} text=${problem.value} />
 			${done.value ? html`<p role="status">${done.value}</p>` : null}
 			<${Table} caption="Modules" head=${["Name", "Description", "Edits", "Probes", "Digest (versions)", "Action"]} rows=${modules.value.map(rowOf)} />

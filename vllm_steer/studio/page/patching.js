@@ -193,13 +193,11 @@ export class Patching extends View {
 				<p class="hint">
 					The clean prompt has the answer, the corrupt one the foil. A cell runs one prompt with the rows of the other at one layer and token.
 				</p>
-				<div class="row">
+				<div class="row grid">
 					<${Field} label="Clean prompt" value=${clean} />
 					<${Field} label="Corrupt prompt" value=${corrupt} />
 					<${Field} label="Answer" value=${answer} hint="mostly with a space before it" />
 					<${Field} label="Foil" value=${foil} />
-				</div>
-				<div class="row">
 					<${Field} label="Point" kind="select" value=${point} options=${points} />
 					<${Field} label="Metric" kind="select" value=${metric} options=${METRICS} />
 					<${Field} label="Direction" kind="select" value=${direction} options=${DIRECTIONS} />

@@ -171,10 +171,10 @@ class Slider extends View {
 		const about = modules.value.find((each) => each.name === item.module)?.description;
 		return html`<div class="slider">
 			<label for=${id}>${item.module && !fault ? titleOf(item.title) : item.title}</label>
-			<input id=${id} type="range" min="-3" max="3" step="0.1" value=${value} onInput=${onInput} aria-valuetext=${value} />
+			<input id=${id} type="range" min="-3" max="3" step="0.1" value=${value} onInput=${onInput} />
 			<input type="number" step="0.1" value=${value} onInput=${onInput} aria-label=${`Strength of ${item.title}`} />
 			<${Remove} item=${item} from=${strengths} />
-			${fault === LOADING ? html`<span class="hint">${fault}</span>` : fault ? html`<${Alert} text=${fault} />` : html`<span class="hint">${about ? `${about} · ` : ""}${plural(item.edits.length, "edit")}</span>`}
+			${fault && fault !== LOADING ? html`<${Alert} text=${fault} />` : html`<span class="hint">${fault || (about ? `${about} · ` : "") + plural(item.edits.length, "edit")}</span>`}
 		</div>`;
 	}
 }

@@ -101,7 +101,7 @@ export class Status extends View {
 		if (state === "idle") return null;
 		const first = turn.firstAfter.value;
 		const facts = [
-			state === "running" ? "running" : state === "stopped" ? "stopped by you" : state,
+			state === "stopped" ? "stopped by you" : state,
 			turn.finish.value,
 			plural(turn.count.value, "token"),
 			turn.applied.value?.global && "global steering was on",

@@ -140,7 +140,7 @@ export class Turn {
 		this.abort?.abort();
 	}
 
-	/** Send a chat request and take its stream. Returns whether the answer is complete. */
+	/** Send a chat request and take its stream. */
 	async run(messages, settings) {
 		this.request = {
 			model: model.value,
@@ -158,11 +158,9 @@ export class Turn {
 		try {
 			for await (const event of stream(ROUTE, this.request, this.abort.signal)) batch(() => this.take(event));
 			this.state.value = "done";
-			return true;
 		} catch (error) {
 			this.state.value = this.abort.signal.aborted ? "stopped" : "failed";
 			this.error.value = this.abort.signal.aborted ? "" : error.message || "This answer was cut off.";
-			return false;
 		}
 	}
 

@@ -60,10 +60,10 @@ export const Alert = ({ text }) => (text ? html`<p class="error" role="alert">${
 
 export const Button = (props) => html`<button type="button" ...${props} />`;
 
-/** Return a handler of a form that calls `run`. */
+/** Return a handler of a form that calls `run` with it. */
 export const submits = (run) => (event) => {
 	event.preventDefault();
-	run();
+	run(event.target);
 };
 
 /** Return the number of a field. Throws unless it is one within the bounds. */
