@@ -122,22 +122,12 @@ def test_rows_of_something_else_are_refused(llm: Any, planted: Examples, tmp_pat
     (partial / "harvest.json").write_text(json.dumps({**manifest, "texts": 50}))
     refused: list[tuple[Any, Any, dict[str, Any], str]] = [
         (acts, planted[:39], {}, "rows: .* has the rows of 40 texts, which are not these 39 in this order; give the"),
-        (
-            acts,
-            planted[40:80],
-            {},
-            "rows: .* which are not these 40 .*; give the examples that were harvested",
-        ),
+        (acts, planted[40:80], {}, "rows: .* which are not these 40 .*; give the examples that were harvested"),
         (partial, planted[:50], {}, "rows: .* has the rows of 40 of 50 texts; complete the harvest"),
         (acts, planted[1:40] + planted[:1], {}, "rows: .* which are not these 40 in this order"),
         (acts, planted[:40], {"layers": [1]}, rf"layers: .* has no rows of layer 1; use some of \[{LAYER}\]"),
         (acts, planted[:40], {"point": "mlp_out"}, "point: .* has no rows of mlp_out; use post_block"),
-        (
-            acts,
-            planted[:40],
-            {"positions": "last_prompt"},
-            r"positions: .* has rows of \[\[1, None\]\]; omit it",
-        ),
+        (acts, planted[:40], {"positions": "last_prompt"}, r"positions: .* has rows of \[\[1, None\]\]; omit it"),
         (tmp_path / "none", planted[:40], {}, r"rows: .* has no harvest.json; give a folder"),
     ]
     for folder, texts, changed, message in refused:
@@ -147,10 +137,7 @@ def test_rows_of_something_else_are_refused(llm: Any, planted: Examples, tmp_pat
 
 
 def test_the_commands_train_on_rows_choose_a_threshold_and_compare(
-    llm: Any,
-    planted: Examples,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    llm: Any, planted: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches options that are not passed on, a model that is loaded for stored rows, and statuses of other words."""
     monkeypatch.chdir(tmp_path)

@@ -84,20 +84,6 @@ def _perplexity(samples: Sequence[Sample]) -> float:
     return float(np.exp(total / tokens)) if tokens else float("inf")
 
 
-def choose(study: Study, samples: Sequence[Sample]) -> tuple[int, float]:
-    """Return the layer and dose with the largest effect of coherent text, on the prompts that are not held out.
-
-    If no text is coherent, it is the one with the smallest perplexity.
-    """
-    others = {sample.prompt for sample in samples} - set(study.held_out)
-    tried = results_of(study, samples, others)
-    if coherent := [each for each in tried if each.coherent]:
-        best = max(coherent, key=lambda each: (each.effect, -each.dose))
-    else:
-        best = min(tried, key=lambda each: each.perplexity)
-    return best.layer, best.dose
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class DoseResult:
     """Results of a dose study. The verdict uses the held-out prompts."""
@@ -132,8 +118,15 @@ class DoseResult:
 
     @cached_property
     def chosen(self) -> tuple[int, float]:
-        """The chosen layer and dose."""
-        return choose(self.study, self.samples)
+        """The layer and dose with the largest effect of coherent text, on the prompts that choose.
+
+        If no text is coherent, it is the one with the smallest perplexity.
+        """
+        if coherent := [each for each in self.choice if each.coherent]:
+            best = max(coherent, key=lambda each: (each.effect, -each.dose))
+        else:
+            best = min(self.choice, key=lambda each: each.perplexity)
+        return best.layer, best.dose
 
     def at(self, dose: float) -> CellResult:
         """Return the result of the vector at a dose of the chosen layer; with the opposite sign if it is negative."""

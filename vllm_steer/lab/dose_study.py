@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.lab.activations import collect, described_tokens
-from vllm_steer.lab.dose_result import DoseResult, choose
+from vllm_steer.lab.dose_result import DoseResult
 from vllm_steer.lab.examples import Examples, Source, Text, read_examples, read_prompts
 from vllm_steer.lab.methods import METHODS, Method, directions_of
 from vllm_steer.lab.ray_engines import RayEngines
@@ -131,7 +131,7 @@ def dose(
         cells = [_Cell("plain", 0, None, 0.0, range(len(read)))]
         cells += [_Cell("vector", 0, each, amount, choosing) for each in at.values() for amount in grid]
         runner.run(cells)
-        chosen = at[choose(study, file.samples)[0]]
+        chosen = at[DoseResult(study, tuple(file.samples)).chosen[0]]
         tried: list[tuple[Kind, list[Direction]]] = [("random", chosen.random(controls, seed))]
         if shown is not None:
             tried.append(("shuffled", _on(llm, _shuffled, shown, made, chosen, seed)))
