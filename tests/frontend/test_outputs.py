@@ -28,9 +28,10 @@ from vllm_steer.frontend import context as contexts
 from vllm_steer.frontend.controller_runner import ControllerRunner
 from vllm_steer.frontend.live import EndedRequestError
 from vllm_steer.frontend.requests import complete_params
+from vllm_steer.frontend.sample_state import sample_of
 from vllm_steer.params import program_of
 from vllm_steer.plugin.entry_point import wrap_front_end
-from vllm_steer.plugin.request_state import CapacityError
+from vllm_steer.plugin.request_state import CapacityError, SteeredRequestState
 from vllm_steer.program.records import stop_reason
 from vllm_steer.server.http.readout_feed import ReadoutFeed
 from vllm_steer.server.http.schemas import TraceForm
@@ -252,6 +253,30 @@ async def test_streamed_readouts_keep_captured_rows() -> None:
     front.step(rows(["one"], 4, 1, 8, b""), EngineCoreOutput("one", [8], finish_reason=FinishReason.LENGTH))
     result = (await queue.get()).outputs[0].capture_results["memory"]
     assert (result.error, result.tensor("post_block", 1)[:, 0].tolist()) == (None, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_outputs_of_answered_samples_are_plain_until_the_last(
+    answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches (1) work for outputs to which the HTTP response adds everything and (2) an end that it hides."""
+    front, results = FrontEnd(), []
+    queue = front.submit("one", readouts=READOUTS, capture={"memory": {"hooks": {"post_block": [1]}}})
+    state = front.processor.request_states["one"]
+    made: list[Any] = []
+    if answered:
+        ReadoutFeed(state)
+        sample_of(state).listener = SimpleNamespace(on_results=results.append, on_reach=lambda _: None)
+    ours = SteeredRequestState._new_completion_output
+    counted = lambda self, *args: made.append(args) or ours(self, *args)  # noqa: E731
+    monkeypatch.setattr(SteeredRequestState, "_new_completion_output", counted)
+    for number in range(3):
+        front.step(token("one", number))
+    assert len(made) == (1 if answered else 3)
+    front.step(EngineCoreOutput("one", [8], finish_reason=FinishReason.LENGTH))
+    output = (await queue.get()).outputs[0]
+    assert output.token_ids == [0, 1, 2, 8] and (output.readouts is None) == answered
+    assert output.capture_results is not None and len(results) == answered
 
 
 async def test_samples_have_their_own_rows() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -21,11 +21,13 @@ from vllm_steer.capture.step_rows import MAX_NUMBERS, IntArray
 from vllm_steer.program import Program
 from vllm_steer.program.readouts import CompiledReadout
 from vllm_steer.program.records import STOP_REASON_PREFIX
-from vllm_steer.request.selector import Interval, Selector
+from vllm_steer.request.selector import OPEN_END, Interval, Selector
 
 _encode = msgspec.json.Encoder().encode
 _NUMBER = re.compile(rb"\d+(?:\.0)?")
 _END = b"]}"
+_POSITION = b"\0"
+"""Place of the position in a template: JSON has no such byte."""
 _SHAPES = "_readout_shapes"
 """Attribute of a program for :func:`_shapes`: many requests have the same program."""
 _MAX_POSITIONS = 8
@@ -49,6 +51,7 @@ class ReadoutStream:
         self._max_positions = max(_MAX_POSITIONS, MAX_NUMBERS // max(1, self._width))
         self._groups = [_Group(selector.intervals(prompt_len), shape) for selector, shape in _shapes(program)]
         self._indices = set[int]().union(*(group.shape.template.indices for group in self._groups))
+        self._all_covered_from = max((group.open_from for group in self._groups), default=0)
         self._next_chunk = 0
         self._next_position = 0
 
@@ -94,7 +97,9 @@ class ReadoutStream:
             return b""
         if forwarded - first <= self._max_positions:
             # Hot path: the numbers of new tokens are formatted for several requests of a step at once.
-            covering = [group for group in self._groups if group.covers_any(first, forwarded)]
+            covering = self._groups
+            if first < self._all_covered_from:
+                covering = [group for group in covering if group.covers_any(first, forwarded)]
             records = receiver.record_json(request_id, first, forwarded, take=drop) if covering else []
             if records is not None:
                 self._next_position = forwarded
@@ -139,10 +144,15 @@ class ReadoutStream:
         return found
 
     def _fill(self, covering: list[_Group], first: int, records: list[list[bytes]]) -> bytes:
-        """Return the JSON of some positions with the numbers of their records, behind which the positions are put."""
-        for position, numbers in enumerate(records, first):
+        """Return the JSON of some positions with the numbers of their records."""
+        for numbers in records:
             for column in self._indices:
                 numbers[column] = numbers[column][:-2]  # an integer
+        if len(records) == 1:
+            texts = [group.fill_one(records[0]) for group in covering]
+            members = texts[0] if len(texts) == 1 else b",".join(filter(None, texts))
+            return b"{%b}" % members.replace(_POSITION, b"%d" % first) if members else b""
+        for position, numbers in enumerate(records, first):
             numbers[self._width :] = (b"%d" % position,)  # records are as wide as the widest of their step
         members = b",".join(filter(None, [group.fill(first, records) for group in covering]))
         return b"{%b}" % members if members else b""
@@ -168,9 +178,9 @@ class _Template(NamedTuple):
 
     arrays: list[_Array]
     parts: list[bytes]
-    """For one position: text and places of numbers in turn."""
-    choose: Callable[[list[bytes]], tuple[bytes, ...]]
-    """For one position: returns the number of each place from the record with its position behind it."""
+    """For one position: text, in which `_POSITION` stands for it, and places of numbers in turn."""
+    choose: Callable[[list[bytes]], Sequence[bytes]]
+    """For one position: returns the number of each place from the record."""
     indices: frozenset[int]
     """Columns that hold integers."""
 
@@ -188,14 +198,20 @@ def _template(members: _Members, width: int) -> _Template:
             texts, found = _NUMBER.split(sample), _NUMBER.findall(sample)
             before += b"%b:[" % _encode(name)
             arrays.append(_Array(before, texts, [int(float(each)) for each in found]))
-            parts[-1] += before + texts[0]
-            parts += [part for text in texts[1:] for part in (b"", text)]
-            columns += arrays[-1].columns
+            parts[-1] += before
+            if arrays[-1].columns == [width]:
+                parts[-1] += _POSITION
+            else:
+                parts[-1] += texts[0]
+                parts += [part for text in texts[1:] for part in (b"", text)]
+                columns += arrays[-1].columns
             indices.update(int(each) for each in found if not each.endswith(b".0"))
             before = b"],"
         before = b"]},"
     parts[-1] += _END
-    return _Template(arrays, parts, itemgetter(*columns), frozenset(each for each in indices if each < width))
+    together = slice(columns[0], columns[0] + len(columns))
+    choose = itemgetter(together) if columns == [*range(width)][together] else itemgetter(*columns)
+    return _Template(arrays, parts, choose, frozenset(each for each in indices if each < width))
 
 
 class _Shape(NamedTuple):
@@ -220,22 +236,31 @@ class _Group(NamedTuple):
                 return True
         return False
 
+    @property
+    def open_from(self) -> int:
+        """First position from which on the readouts return every token; `OPEN_END` if there is none."""
+        return self.intervals[-1][0] if self.intervals and self.intervals[-1][1] == OPEN_END else OPEN_END
+
+    def fill_one(self, numbers: list[bytes]) -> bytes:
+        """Return the members of a JSON object with the numbers of one record, without its position; see `fill`."""
+        part, _, template = self.shape
+        if part and numbers[part] == b"0.0":
+            return b""
+        parts = template.parts.copy()
+        parts[1::2] = template.choose(numbers)
+        return b"".join(parts)
+
     def fill(self, first: int, records: list[list[bytes]]) -> bytes:
         """Return the members of a JSON object with the numbers of consecutive records; empty if none is returned."""
         part, _, template = self.shape
-        if part or len(records) > 1:
-            records = [
-                numbers
-                for position, numbers in enumerate(records, first)
-                if self.covers_any(position, position + 1) and not (part and numbers[part] == b"0.0")
-            ]
-            if not records:
-                return b""
-        if len(records) == 1:
-            parts = template.parts.copy()
-            parts[1::2] = template.choose(records[0])
-            return b"".join(parts)
-        parts = []
+        records = [
+            numbers
+            for position, numbers in enumerate(records, first)
+            if self.covers_any(position, position + 1) and not (part and numbers[part] == b"0.0")
+        ]
+        if not records:
+            return b""
+        parts = list[bytes]()
         for before, texts, columns in template.arrays:
             if len(columns) == 1:
                 (column,) = columns

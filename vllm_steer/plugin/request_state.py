@@ -49,6 +49,8 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
             output = _make_request_output(self, new_token_ids, pooling_output, None, stop_reason, *args, **kwargs)
             if output is not None and sample.listener is None:
                 output.steering_applied = sample.applied
+            elif sample.listener is not None and not sample.adds_to_outputs:
+                self.__class__ = _QuietRequestState
             return output
         if self.queue is not None and (reason := refusal(finish_reason, stop_reason)) is not None:
             # AsyncLLM raises an exception that it finds in a request's queue. LLM has no queue and returns an output.
@@ -74,6 +76,20 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
             sample.record_reach(self)
             output.capture_results = sample.finish_capture(self, finish_reason, stop_reason)
         return output
+
+
+class _QuietRequestState(SteeredRequestState):
+    """State of a sample whose HTTP response adds everything: until the last one, its outputs are vLLM's own."""
+
+    _new_completion_output = _new_completion_output
+
+    def make_request_output(
+        self, new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if finish_reason is not None:
+            self.__class__ = SteeredRequestState
+            return self.make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
+        return _make_request_output(self, new_token_ids, pooling_output, None, stop_reason, *args, **kwargs)
 
 
 def begin_sample(output_processor: Any, request: Any) -> None:
