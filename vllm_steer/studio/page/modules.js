@@ -48,7 +48,7 @@ export const titleOf = (name) => (loaded.value && modules.value.every((each) => 
 export const choices = () => modules.value.map((each) => [each.name, each.name]);
 
 export const NoModules = () =>
-	html`<p class="hint">No modules are registered. Upload a file under <a href="#modules">Modules</a>, or use <code>vllm-steer modules add</code>.</p>`;
+	html`<p class="hint">No modules are registered. Make one with <code>vllm-steer make</code>, and upload it under <a href="#modules">Modules</a>.</p>`;
 
 /** Fields of the point and layer of pasted numbers. */
 export const SiteFields = ({ point, layer }) => html`<${Field} label="Point" kind="select" value=${point} options=${pointChoices()} />
@@ -132,6 +132,7 @@ class Global extends View {
 
 export class Modules extends View {
 	componentDidMount() {
+		asked.value = "";
 		refresh();
 	}
 
