@@ -150,6 +150,13 @@ def test_a_broken_edit_of_an_address_blocks_the_run(opened: Opened) -> None:
     assert sent == []
 
 
+def test_an_address_that_is_written_late_does_not_undo_a_click(opened: Opened) -> None:
+    """Catches a view that does not change because the settings of the one before are written to the address first."""
+    page = opened.open("chat")
+    page.evaluate("() => { location.hash = '#steer'; history.replaceState(null, '', '#chat'); }")
+    expect(page.get_by_role("heading", level=2).first).to_have_text("Steer", timeout=20_000)
+
+
 def test_a_run_that_is_left_and_stopped_takes_no_more_strengths(opened: Opened) -> None:
     """Catches an answer that is lost with its view, one that goes on after Stop, and a strength sent to its end."""
     page = opened.open("steer")

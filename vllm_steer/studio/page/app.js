@@ -31,8 +31,8 @@ function write() {
 	timer = setTimeout(() => history.replaceState(null, "", address), 300);
 }
 
-addEventListener("hashchange", () => {
-	view.value = viewOf(location.hash);
+addEventListener("hashchange", ({ newURL }) => {
+	view.value = viewOf(new URL(newURL).hash); // the timer may replace the address
 	write();
 });
 effect(write);

@@ -6,7 +6,7 @@ import { ranges, Table } from "./server.js";
 import { Alert, Button, chosenOf, Field, html, short, signal, submits, View } from "./ui.js";
 
 const ROUTE = "v1/steering/modules";
-/** The registered modules, as the API lists them. */
+/** As the API lists them. */
 export const modules = signal([]);
 export const problem = signal("");
 const done = signal("");
@@ -50,7 +50,6 @@ export const choices = () => modules.value.map((each) => [each.name, each.name])
 export const NoModules = () =>
 	html`<p class="hint">No modules are registered. Make one with <code>vllm-steer make</code>, and upload it under <a href="#modules">Modules</a>.</p>`;
 
-/** Fields of the point and layer of pasted numbers. */
 export const SiteFields = ({ point, layer }) => html`<${Field} label="Point" kind="select" value=${point} options=${pointChoices()} />
 	<${Field} label="Layer" kind="number" min="0" value=${layer} />`;
 
