@@ -13,11 +13,11 @@ meaningful; results are medians over the rounds.
 * *Arrivals*: 256 requests of one token each, of which the time per request beyond stock vLLM's is shown.
 
 The time is that of vLLM's scheduler and runner with everything that this package adds to them, from the arrival of a
-request in the engine core to the outputs of a step. Work that a GPU would do is not done or measured apart. The model
-returns prepared hidden states and logits: its arithmetic on the same core would evict the caches of the host's code,
-more of them the more taps run. This package's functions beside the model are measured apart ("operations"): row
-assignment, products and records. On a CPU these run as torch operations on the same thread; on a GPU the host launches
-one kernel for each. The time to launch kernels is missing here, and so is the time of copies from and to a device. The
+request in the engine core to the outputs of a step. Work that a GPU would do is left out or measured apart. The model
+returns prepared hidden states and logits, so that its arithmetic does not share caches with the code that is measured.
+This package's functions beside the model are measured apart ("operations"): row assignment, products and records. On a
+CPU these run as torch operations on the same thread; on a GPU the host launches one kernel for each. The time to launch
+kernels is missing here, and so is the time of copies from and to a device. The
 CPU's engine uses vLLM's model runner V1, whose batches change their order when requests end; GPUs use V2 where vLLM
 chooses it. Python's garbage collections are off unless `--collect` is given, because in one process they visit
 the front end's objects too.

@@ -178,7 +178,7 @@ class _Template(NamedTuple):
 
     arrays: list[_Array]
     parts: list[bytes]
-    """For one position: text, in which `_POSITION` stands for it, and places of numbers in turn."""
+    """For one position: text, with `_POSITION` in the place of its number, and places of numbers in turn."""
     choose: Callable[[list[bytes]], Sequence[bytes]]
     """For one position: returns the number of each place from the record."""
     indices: frozenset[int]

@@ -34,9 +34,10 @@ def check_overflow(program: Program, dtype: str, strengths: Mapping[str, float] 
         SteeringError: A factor overflows float32, in which edits are computed; a component overflows the model's dtype;
             or the square of a norm overflows float32.
     """
+    norms: dict[int, float] = {}
     for index, edit in enumerate(program.edits):
         factor = 1.0 if strengths is None else strengths.get(edit.live)
-        problem = None if factor is None else _problem(edit, program, factor, dtype)
+        problem = None if factor is None else _problem(edit, program, norms, factor, dtype)
         if problem is not None:
             source = program.edit_source(index)
             if strengths is None:
@@ -44,8 +45,8 @@ def check_overflow(program: Program, dtype: str, strengths: Mapping[str, float] 
             raise SteeringError(edit.live, f"with {factor:g}, {source}: {problem}; use a smaller strength")
 
 
-def _problem(edit: CompiledEdit, program: Program, factor: float, dtype: str) -> str | None:
-    """Return how what an edit adds overflows, or None."""
+def _problem(edit: CompiledEdit, program: Program, norms: dict[int, float], factor: float, dtype: str) -> str | None:
+    """Return how what an edit adds overflows, or None. ``norms`` keeps the norms of vectors that edits share."""
     kind, strength = KIND_OF[edit.code], abs(edit.strength * factor)
     if edit.is_pending or kind not in ("add", "replace", "feature", "clamp"):
         return None
@@ -53,7 +54,7 @@ def _problem(edit: CompiledEdit, program: Program, factor: float, dtype: str) ->
     scale = strength * (abs(edit.low) if edit.feature and edit.feature.sets else 1.0)
     if (largest := max(strength, scale)) >= _FLOAT32:
         return f"{begin} has the factor {largest:.5g}, which overflows float32 (factors must be below {_FLOAT32:.5g})"
-    norm = strength * max(edit.low, -edit.high, 0.0) if kind == "clamp" else added_norm(edit, program, {}, factor)
+    norm = strength * max(edit.low, -edit.high, 0.0) if kind == "clamp" else added_norm(edit, program, norms, factor)
     if norm >= _NORM:
         problem = f"{begin} adds a norm of {norm:.5g}, whose square overflows float32, in which models normalise rows"
         return f"{problem} (norms must be below {_NORM:.5g})"

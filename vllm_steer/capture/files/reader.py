@@ -60,7 +60,8 @@ def open_captures(path: str | Path, run: str | None = None) -> Captures:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     captures = Captures(path, run)
-    if not len(captures) and run is not None and not captures.runs:  # the first use reads the index of every file
+    # The length needs the index of every file, so a damaged one is found here.
+    if not len(captures) and run is not None and not captures.runs:
         raise ValueError(f"{path} has no run {run!r}; runs: {', '.join(map(repr, Captures(path).runs)) or 'none'}")
     return captures
 

@@ -6,7 +6,7 @@ import { ranges, Table } from "./server.js";
 import { Alert, Button, chosenOf, Field, html, short, signal, submits, View } from "./ui.js";
 
 const ROUTE = "v1/steering/modules";
-/** As the API lists them. */
+/** Modules, as the API lists them. */
 export const modules = signal([]);
 export const problem = signal("");
 const done = signal("");
