@@ -98,12 +98,12 @@ def test_steer_marks_the_difference_and_moves_in_the_stream(opened: Opened, pict
 
 
 def test_a_strength_is_sent_that_moved_before_the_stream_began(opened: Opened) -> None:
-    """Catches a slider that shows a strength which never reaches the stream, because the answer has no id yet."""
+    """Catches a slider that never reaches the stream: the answer has no id yet, or was asked for without its edits."""
     page = opened.open("steer")
     page.get_by_label("Module", exact=True).select_option("mood")
     page.get_by_role("button", name="Add module").click()
     page.get_by_label("Most tokens").fill("60")
-    slider = page.get_by_role("slider", name="mood")
+    slider = page.get_by_role("slider", name="mood").first
     slider.fill("0")
     held: list[Any] = []
     page.route(CHAT_ROUTE, lambda route: held.append(route))
@@ -111,11 +111,16 @@ def test_a_strength_is_sent_that_moved_before_the_stream_began(opened: Opened) -
     while len(held) < 2:
         page.wait_for_timeout(20)
     slider.fill("2.5")
+    late = page.get_by_text("from the next run")
+    expect(late).to_have_count(0)
+    page.get_by_role("button", name="Add module").click()
+    expect(late).to_have_count(1)
     for route in held:
         route.continue_()
     expect(page.locator(".changes li").first).to_contain_text("mood: 2.5 from token")
     expect(page.get_by_text("First difference at token")).to_be_visible()
     expect(page.locator(".status").last).to_contain_text("done")
+    expect(late).to_have_count(0)
 
 
 def test_steer_takes_pasted_vectors_and_files(opened: Opened, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import { ranges, Table } from "./server.js";
 import { Alert, Button, chosenOf, Field, html, short, signal, submits, View } from "./ui.js";
 
 const ROUTE = "v1/steering/modules";
-/** Modules, as the API lists them. */
 export const modules = signal([]);
 export const problem = signal("");
 const done = signal("");
@@ -42,7 +41,6 @@ export async function refresh() {
 	if (await refreshModules()) await refreshGlobal();
 }
 
-/** Return the name of a module that is in use. */
 export const titleOf = (name) => (loaded.value && modules.value.every((each) => each.name !== name) ? `${name} (deleted)` : name);
 
 export const choices = () => modules.value.map((each) => [each.name, each.name]);
@@ -53,7 +51,6 @@ export const NoModules = () =>
 export const SiteFields = ({ point, layer }) => html`<${Field} label="Point" kind="select" value=${point} options=${pointChoices()} />
 	<${Field} label="Layer" kind="number" min="0" value=${layer} />`;
 
-/** Return whether global steering is set, in words. */
 export function globalWords() {
 	const now = overall.value;
 	const used = now?.modules?.map((each) => `${each.name ? titleOf(each.name) : each.digest} × ${short(each.scale)}`).join(", ");

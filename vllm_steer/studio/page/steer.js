@@ -24,7 +24,6 @@ const changes = signal([]);
 const selected = signal(null);
 let added = 0;
 
-/** Name for a live strength: letters, digits and the like. */
 const liveName = (title) => `${title.replace(/[^A-Za-z0-9_]/g, "_").slice(0, 40)}_${++added}`;
 
 const LOADING = "not loaded yet";
@@ -117,6 +116,7 @@ async function run() {
 		return;
 	}
 	const turns = [new Turn(), new Turn()];
+	turns[1].items = strengths.value;
 	[plain.value, steered.value] = turns;
 	for (const turn of turns) turn.onToken = step;
 	difference.value = -1;
@@ -134,7 +134,7 @@ function stop() {
 /** Send a strength to the running stream. While one is on its way, only the newest later one is kept. */
 async function change(item) {
 	const turn = steered.value;
-	if (item.busy || turn.state.value !== "running" || !turn.id.value) return;
+	if (item.busy || !turn.items.includes(item) || turn.state.value !== "running" || !turn.id.value) return;
 	let wanted;
 	try {
 		wanted = strengthOf(item);
@@ -168,13 +168,14 @@ class Slider extends View {
 		const id = `strength-${item.name}`;
 		const value = item.strength.value;
 		const fault = item.fault.value;
+		const late = steered.value.state.value === "running" && !steered.value.items.includes(item);
 		const about = modules.value.find((each) => each.name === item.module)?.description;
 		return html`<div class="slider">
 			<label for=${id}>${item.module && !fault ? titleOf(item.title) : item.title}</label>
 			<input id=${id} type="range" min="-3" max="3" step="0.1" value=${value} onInput=${onInput} />
 			<input type="number" step="0.1" value=${value} onInput=${onInput} aria-label=${`Strength of ${item.title}`} />
 			<${Remove} item=${item} from=${strengths} />
-			${fault && fault !== LOADING ? html`<${Alert} text=${fault} />` : html`<span class="hint">${fault || (about ? `${about} · ` : "") + plural(item.edits.length, "edit")}</span>`}
+			${fault && fault !== LOADING ? html`<${Alert} text=${fault} />` : html`<span class="hint">${fault || (late ? "from the next run" : (about ? `${about} · ` : "") + plural(item.edits.length, "edit"))}</span>`}
 		</div>`;
 	}
 }
@@ -208,7 +209,7 @@ class Difference extends View {
 		if (at < 0) return done ? html`<p role="status">Both answers are the same.</p>` : null;
 		const [one, other] = [plain.value.tokens[at], steered.value.tokens[at]];
 		return html`<p role="status">
-			First difference at token ${at + 1}: <code>${visible(one?.text ?? "")}</code> plain, <code>${visible(other?.text ?? "")}</code> steered.
+			First difference at token ${at + 1}: "<code>${visible(one?.text ?? "")}</code>" plain, "<code>${visible(other?.text ?? "")}</code>" steered.
 		</p>`;
 	}
 }
@@ -232,7 +233,7 @@ export class Steer extends View {
 						: html`<${NoModules} />`}
 					<${Button} class="quiet" onClick=${refresh}>Refresh modules<//>
 				</div>
-				<${Field} label="Expression instead of edits" value=${expression} hint=${`doses of modules, such as 0.2 ${choices()[0]?.[0] ?? "calm"}`} />
+				<${Field} label="Expression instead of edits" value=${expression} hint="doses of modules, such as 0.2 calm" />
 				<details>
 					<summary>Paste or open a vector</summary>
 					<${Field} label="Vector or edits (JSON)" kind="textarea" rows="3" value=${pasted} spellcheck="false" />

@@ -83,6 +83,8 @@ export class Turn {
 	layers = [];
 	/** @type {Record<string, string>} */
 	titles = {};
+	/** @type {any[]} */
+	items = [];
 	/**
 	 * Values of each readout, in the order of the tokens.
 	 * @type {Record<string, number[]>}
