@@ -17,7 +17,7 @@ from tests.engine.answers import finish, params, prompt, tokens_of
 from tests.engine.record_cases import GENERATED, PROMPTS, READOUTS, add
 from tests.engine.record_reference import Reference
 from vllm_steer import SteeringError
-from vllm_steer.frontend.live import samples_of
+from vllm_steer.frontend.live import EndedRequestError, samples_of
 
 CHANGES: Mapping[int, float] = {2: 0.0, 5: -1.0, 9: 2.5}
 """New strength after a number of steps."""
@@ -134,6 +134,35 @@ def test_worker_reports_preempted_and_ended_requests(llm: Any) -> None:
     engine.add_request("three", prompt(1, 2, 3), params(1))
     finish(engine)
     assert llm.collective_rpc("steering_set_strength", args=(ended, {"calm": 1.0})) == [[-1]]
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_end_before_the_answer_of_the_engine(llm: Any, monkeypatch: pytest.MonkeyPatch, aborted: bool) -> None:
+    """Catches a refusal of a change that took effect and then ended its request, and a confirmation without effect."""
+    engine = llm.llm_engine
+    engine.add_request("four", prompt(1, 2, 3), params(8, steering=[add(live="calm")]))
+    for _ in range(3):
+        engine.step()
+    (ids,) = samples_of(engine.output_processor, "four")
+    change, outputs = engine.collective_rpc, dict[str, Any]()
+
+    def end_after(*args: Any, **kwargs: Any) -> Any:
+        answers = change(*args, **kwargs)
+        if aborted:
+            engine.abort_request([ids.engine_id], internal=True)
+        else:
+            outputs.update(finish(engine))
+        return answers
+
+    monkeypatch.setattr(engine, "collective_rpc", end_after)
+    if aborted:
+        with pytest.raises(EndedRequestError, match="ended before the change"):
+            llm.set_strength("four", calm=0.5)
+        return
+    first = llm.set_strength("four", calm=0.5)
+    trace = outputs["four"].outputs[0].steering_trace
+    assert trace.live["calm"].tolist() == [0.5 if position >= first else 1.0 for position in trace.positions]
+    assert 1.0 in trace.live["calm"] and 0.5 in trace.live["calm"]
 
 
 def test_reused_id_starts_with_its_own_strengths(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,16 +86,25 @@ def check_live(vllm_config: Any, program: Program | None) -> None:
         raise SteeringError("steering.live", f"{names} cannot change with data parallelism; use one engine per server")
 
 
-def _running_sample(running: Mapping[str, Any], sample: LiveSample) -> SampleState | None:
-    """Return our state of a sample, or None if it has ended, also if a later request has its id from vLLM."""
-    state = running.get(sample.engine_id)
-    found = None if state is None else sample_of(state)
-    return found if found is not None and found.live_id == sample.live_id else None
+class RunningSample(NamedTuple):
+    """A sample that was running when its change was checked."""
+
+    ids: LiveSample
+    sample: SampleState
+    state: Any
+    """vLLM's state, which has the sample's tokens after its end too."""
+
+
+def _running_sample(running: Mapping[str, Any], ids: LiveSample) -> RunningSample | None:
+    """Return a sample, or None if it has ended, also if a later request has its id from vLLM."""
+    state = running.get(ids.engine_id)
+    sample = None if state is None else sample_of(state)
+    return RunningSample(ids, sample, state) if sample is not None and sample.live_id == ids.live_id else None
 
 
 def check_strengths(
     engine: Any, request_id: str, samples: Sequence[LiveSample], strengths: Mapping[str, Any]
-) -> tuple[list[LiveSample], dict[str, float]]:
+) -> tuple[list[RunningSample], dict[str, float]]:
     """Return a request's running samples, and the checked strengths.
 
     Args:
@@ -109,14 +118,14 @@ def check_strengths(
             exceeds the server's limit of the norm that an edit may add, or overflows with the edit's own numbers.
     """
     running = engine.output_processor.request_states
-    found = [(each, sample) for each in samples if (sample := _running_sample(running, each)) is not None]
+    found = [each for ids in samples if (each := _running_sample(running, ids)) is not None]
     if not found and samples:
         raise EndedRequestError("request_id", f"{request_id[:80]!r} has ended; send a new request with other strengths")
     if not found:
         raise UnknownRequestError("request_id", f"{request_id[:80]!r} is not a running request")
     if not strengths:
         raise SteeringError("strengths", "is empty; give a number for at least one name")
-    sample = found[0][1]
+    sample = found[0].sample
     names = sample.live_names
     for name in strengths:
         if name not in names:
@@ -129,18 +138,20 @@ def check_strengths(
         registry, program = context.registry, sample.readouts.program
         check_magnitude(program, registry.max_norm, strengths=checked, streams_at=registry.streams_at)
         check_overflow(sample.readouts.program, context.capabilities.dtype, checked)
-    return [each for each, _ in found], checked
+    return found, checked
 
 
-def rpc_args(samples: Iterable[LiveSample], strengths: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
+def rpc_args(samples: Iterable[RunningSample], strengths: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
     """Return the arguments of the workers' method that changes strengths."""
-    return [each.live_id for each in samples], dict(strengths)
+    return [each.ids.live_id for each in samples], dict(strengths)
 
 
 def first_position(
-    engine: Any, request_id: str, samples: Sequence[LiveSample], answers: Sequence[Sequence[int]]
+    engine: Any, request_id: str, samples: Sequence[RunningSample], answers: Sequence[Sequence[int]]
 ) -> LivePosition:
-    """Return the position from which a change holds for every running sample, and count the change.
+    """Return the position from which a change holds for every sample that it reached, and count the change.
+
+    A sample may have ended since, perhaps by the change. It was reached if it computed the position before.
 
     Args:
         engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
@@ -149,13 +160,14 @@ def first_position(
         answers: Answers of all workers, each with one position per sample.
 
     Raises:
-        EndedRequestError: All samples ended before the change reached the engine.
+        EndedRequestError: All samples ended before the change had an effect.
     """
     running = engine.output_processor.request_states
     positions = {
-        each.number: position
+        each.ids.number: position
         for each, position in zip(samples, map(max, zip(*answers, strict=True)), strict=True)
-        if position != ENDED and _running_sample(running, each) is not None
+        if position != ENDED
+        and (_running_sample(running, each.ids) is not None or position < each.sample.num_forwarded(each.state))
     }
     if not positions:
         raise EndedRequestError(
