@@ -114,13 +114,17 @@ def test_a_strength_is_sent_that_moved_before_the_stream_began(opened: Opened) -
     late = page.get_by_text("from the next run")
     expect(late).to_have_count(0)
     page.get_by_role("button", name="Add module").click()
+    page.get_by_role("slider", name="mood").last.fill("2")
     expect(late).to_have_count(1)
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.post_data or "") if "/requests/" in request.url else None)
     for route in held:
         route.continue_()
     expect(page.locator(".changes li").first).to_contain_text("mood: 2.5 from token")
     expect(page.get_by_text("First difference at token")).to_be_visible()
     expect(page.locator(".status").last).to_contain_text("done")
     expect(late).to_have_count(0)
+    assert {name for each in sent for name in json.loads(each)} == {"mood_1"}
 
 
 def test_steer_takes_pasted_vectors_and_files(opened: Opened, tmp_path: Path) -> None:
