@@ -53,7 +53,8 @@ class FakeEngine:
         manager: Any = None
         capture = RunningCapture(manager, RowReceiver(), assembler, readouts=ReadoutStream(program, assembler, 3))
         sample = SampleState(capture=capture, live_id=SAMPLE.live_id)
-        state = SimpleNamespace(request_id="sample", _steering_sample=sample)
+        detokenizer = SimpleNamespace(num_output_tokens=lambda: 3)
+        state = SimpleNamespace(request_id="sample", _steering_sample=sample, prompt_len=4, detokenizer=detokenizer)
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(served_model_name="tiny"),
