@@ -14,10 +14,49 @@ from pages import table
 
 import vllm_steer
 from vllm_steer.cli.main import app
+from vllm_steer.limits import Limit
 from vllm_steer.server.flags import add_flags
-from vllm_steer.settings import BATCH_DESTS, ENABLE, SETTINGS, VARIABLES
+from vllm_steer.settings import (
+    BATCH_DESTS,
+    CONSUMERS,
+    CONSUMERS_VARIABLE,
+    CONTROLLER,
+    CONTROLLER_VARIABLE,
+    ENABLE,
+    MODULES,
+    REGISTRY,
+    REGISTRY_VARIABLE,
+    SETTINGS,
+    Setting,
+    Switch,
+)
 
 PACKAGE: Final = Path(vllm_steer.__file__).parent
+VARIABLES: Final = (
+    ("VLLM_STEER_URL", "`vllm-steer` commands", "URL of the server; same as `--url`"),
+    ("VLLM_STEER_API_KEY", "`vllm-steer` commands", "API key; same as `--api-key`"),
+    ("VLLM_STEER_KEYS", "`vllm-steer keys`", "key file; same as `--file`"),
+    (
+        "VLLM_STEER_ALLOW_UNTESTED_VLLM",
+        "every engine",
+        "`1` starts an engine with steering on a version of vLLM that is neither tested nor unchanged "
+        "([versions](../guides/releases.md#untested-versions))",
+    ),
+    (
+        "VLLM_STEER_INSPECT_ALIASES",
+        "the provider for Inspect AI",
+        "names of other providers that it also answers to, separated by commas ([Inspect AI](../peers/inspect.md))",
+    ),
+    *(
+        (name, "API server processes", f"set by the server from {flags}; do not set it")
+        for name, flags in (
+            (REGISTRY_VARIABLE, f"`{REGISTRY}` and `{MODULES}`"),
+            (CONSUMERS_VARIABLE, f"`{CONSUMERS}`"),
+            (CONTROLLER_VARIABLE, f"`{CONTROLLER}`"),
+        )
+    ),
+)
+"""Name, reader and meaning of each environment variable."""
 
 
 def variables() -> str:
@@ -27,13 +66,20 @@ def variables() -> str:
         ValueError: The package names an environment variable that is not on the page, or the reverse.
     """
     found = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r'"(VLLM_STEER_[A-Z_]+)"', path.read_text())}
-    if found != {variable.name for variable in VARIABLES}:
-        raise ValueError(f"environment variables {sorted(found ^ {variable.name for variable in VARIABLES})}")
-    return table(("variable", "read by", "meaning"), [(f"`{v.name}`", v.read_by, v.meaning) for v in VARIABLES])
+    if found != (shown := {name for name, _, _ in VARIABLES}):
+        raise ValueError(f"environment variables {sorted(found ^ shown)}")
+    return table(("variable", "read by", "meaning"), [(f"`{name}`", *others) for name, *others in VARIABLES])
+
+
+def _in_python(setting: Setting | Limit) -> str:
+    """Return the equivalent of a flag in Python."""
+    if not setting.of_engine:
+        return getattr(setting, "python", "")
+    return f"`{setting.name}`" + (": `False`" if isinstance(setting, Switch) and setting.default else "")
 
 
 def _server_flags() -> Iterator[tuple[str, str, str]]:
-    in_python = {ENABLE: "`enable_steering=True`"} | {each.flag: each.in_python for each in SETTINGS}
+    in_python = {ENABLE: "`enable_steering=True`"} | {each.flag: _in_python(each) for each in SETTINGS}
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
     for action in parser._actions:

@@ -51,11 +51,6 @@ class Limit:
         return f"steering_{self.name}"
 
     @property
-    def in_python(self) -> str:
-        """The equivalent in Python."""
-        return f"`{self.name}`" if self.of_engine else ""
-
-    @property
     def text(self) -> str:
         """The help of the flag."""
         return f"{self.help[0].upper()}{self.help[1:]}. {self.low} to {self.high}, default {self.default}."

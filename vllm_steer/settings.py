@@ -70,11 +70,6 @@ class Setting:
         return dest_of(self.flag)
 
     @property
-    def in_python(self) -> str:
-        """The equivalent in Python."""
-        return f"`{self.name}`"
-
-    @property
     def text(self) -> str:
         """The help of the flag."""
         return f"{self.help[0].upper()}{self.help[1:]}."
@@ -97,10 +92,7 @@ class Switch(Setting):
     """
 
     default: bool | None = False
-
-    @property
-    def in_python(self) -> str:
-        return f"`{self.name}`: `False`" if self.default else f"`{self.name}`"
+    of_engine: bool = True
 
     @property
     def options(self) -> dict[str, Any]:
@@ -158,10 +150,6 @@ class Text(Setting):
     python: str = ""
 
     @property
-    def in_python(self) -> str:
-        return super().in_python if self.of_engine else self.python
-
-    @property
     def text(self) -> str:
         return f"{super().text} Default: {self.choices[0]}." if self.choices and not self.repeated else super().text
 
@@ -199,19 +187,11 @@ SWITCHES: tuple[Switch, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class ServerSwitch(Switch):
-    """A boolean setting of a server, which engines do not have."""
-
-    of_engine = False
-
-    @property
-    def in_python(self) -> str:
-        return ""
-
-
-STUDIO_SWITCH: Final = ServerSwitch(
-    "studio", STUDIO, "serve a page at /studio, on which people try out steering and readouts in a browser"
+STUDIO_SWITCH: Final = Switch(
+    "studio",
+    STUDIO,
+    "serve a page at /studio, on which people try out steering and readouts in a browser",
+    of_engine=False,
 )
 MULTI_CHOICES: tuple[MultiChoice, ...] = (
     MultiChoice(
@@ -312,38 +292,3 @@ SETTINGS: tuple[Setting | Limit, ...] = (
 """All flags but ``--enable-steering``, in the order of ``--help``."""
 BATCH_DESTS = (*(each.dest for each in TEXTS if each.of_batch), INLINE_KIB.dest, RESPONSE_MIB.dest)
 """Flags of the server that ``vllm run-batch`` has as well."""
-
-
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable of this package, as the reference shows it."""
-
-    name: str
-    read_by: str
-    meaning: str
-
-
-VARIABLES: tuple[Variable, ...] = (
-    Variable("VLLM_STEER_URL", "`vllm-steer` commands", "URL of the server; same as `--url`"),
-    Variable("VLLM_STEER_API_KEY", "`vllm-steer` commands", "API key; same as `--api-key`"),
-    Variable("VLLM_STEER_KEYS", "`vllm-steer keys`", "key file; same as `--file`"),
-    Variable(
-        "VLLM_STEER_ALLOW_UNTESTED_VLLM",
-        "every engine",
-        "`1` starts an engine with steering on a version of vLLM that is neither tested nor unchanged "
-        "([versions](../guides/releases.md#untested-versions))",
-    ),
-    Variable(
-        "VLLM_STEER_INSPECT_ALIASES",
-        "the provider for Inspect AI",
-        "names of other providers that it also answers to, separated by commas ([Inspect AI](../peers/inspect.md))",
-    ),
-    *(
-        Variable(name, "API server processes", f"set by the server from {flags}; do not set it")
-        for name, flags in (
-            (REGISTRY_VARIABLE, f"`{REGISTRY}` and `{MODULES}`"),
-            (CONSUMERS_VARIABLE, f"`{CONSUMERS}`"),
-            (CONTROLLER_VARIABLE, f"`{CONTROLLER}`"),
-        )
-    ),
-)

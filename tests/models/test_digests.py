@@ -17,9 +17,10 @@ from torch import nn
 from vllm.model_executor.models import dbrx
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 
+from scripts.digests import installed_digests
 from vllm_steer.compat import syntax
 from vllm_steer.models import digests
-from vllm_steer.models.digests import NoSourceError, digest_of, installed_digests, proven_digests
+from vllm_steer.models.digests import NoSourceError, digest_of, proven_digests
 from vllm_steer.models.discovery import UnsupportedModelError, find_decoder
 from vllm_steer.models.looped_layers import engram_gaps
 from vllm_steer.models.recipes import PROVEN, RECIPES

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import update_wrapper
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import httpx
@@ -111,15 +110,7 @@ class AsyncClient:
                 yield parse_piece(event)
 
     async def patch(self, **study: Any) -> PatchingResult:
-        """Run a patching study on the server's engine.
-
-        Args:
-            **study: Arguments of `PatchingStudy` and of its method `sweep`, such as clean, corrupt, answer, foil and
-                points. The metric is a name; ``file`` and ``progress`` are not accepted.
-
-        Returns:
-            The grids, as `PatchingStudy.sweep` returns them.
-        """
+        """Run a patching study on the server's engine; arguments and result are those of `Client.patch`."""
         # Studies are received as events, because connections without data are closed during long ones.
         async with aclosing(self.stream_patch(**{**study, "return_file": True})) as events:
             async for event in events:
@@ -154,9 +145,7 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def _request(self, endpoint: Endpoint[T]) -> T:

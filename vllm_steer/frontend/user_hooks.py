@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import uuid
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 from vllm_steer.compat.internals import MPClient, envs
@@ -57,9 +56,7 @@ class HookHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 

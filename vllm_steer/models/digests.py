@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_steer.compat.syntax import digest_of_trees, names_on_self, normalised_source
 from vllm_steer.models.recipe import qualified_name
-from vllm_steer.models.recipes import PROVEN, RECIPES
+from vllm_steer.models.recipes import RECIPES
 
 FILE = "digests.json"
 
@@ -69,28 +69,6 @@ def why_unproven(cls: type) -> str | None:
     if found in listed.values():
         return None
     return f"the source of {name}.forward differs from the proven source; it is proven in {', '.join(listed)}"
-
-
-def installed_digests() -> dict[str, dict[str, str]]:
-    """Return the digests of the proven classes in the packages that are installed here.
-
-    A class that cannot be imported here, such as one for another platform, is omitted, unless its ``forward`` is
-    inherited from a class that can.
-    """
-    table: dict[str, dict[str, str]] = {}
-    for name in sorted(PROVEN):
-        recipe = RECIPES[name]
-        package = name.partition(".")[0]
-        version = f"{package} {import_module(package).__version__.partition('+')[0]}"
-        for source in filter(None, (name, recipe.inherits)):
-            module, _, cls = source.rpartition(".")
-            try:
-                digest = digest_of(getattr(import_module(module), cls), recipe.inner_class)
-            except ImportError:
-                continue
-            table.setdefault(version, {})[name] = digest
-            break
-    return table
 
 
 def _methods(cls: type) -> dict[str, ast.AST]:

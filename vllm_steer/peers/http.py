@@ -44,6 +44,8 @@ class Translated:
 class TranslatingMiddleware:
     """Base class: refuse paths, and translate the bodies of routes."""
 
+    routes: ClassVar[Collection[str]] = ()
+    """Paths whose bodies are translated."""
     refused: ClassVar[Mapping[str, SteeringError]] = {}
     """Errors by the start of a path that the application does not have."""
     fields: ClassVar[Collection[str]] = ()
@@ -56,10 +58,6 @@ class TranslatingMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.words = [f'"{name}"'.encode() for name in self.fields]
-
-    def translates(self, method: str, path: str) -> bool:
-        """Return whether bodies of a route are translated."""
-        raise NotImplementedError
 
     def require_rights(self, path: str, document: Mapping[str, Any]) -> None:
         """Raise ForbiddenError unless the current key may use the fields of a body. Called before any is read."""
@@ -88,7 +86,7 @@ class TranslatingMiddleware:
         error = next((error for start, error in self.refused.items() if path.startswith(start)), None)
         if error is not None:
             await _refuse_path(self.app, scope, receive, send, error)
-        elif self.translates(scope.get("method", ""), path):
+        elif scope.get("method") == "POST" and path in self.routes:
             exchange = _Exchange(self, path, scope, receive, send)
             await self.app(scope, exchange.receive, exchange.send)
             await exchange.finish()

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias, get_args
@@ -30,7 +29,7 @@ from vllm_steer.request.selector import (
     selector_form_error,
 )
 from vllm_steer.request.sites import NAMES_LISTED, Layers, LayersForm, LayersInput, read_layers, read_point, read_site
-from vllm_steer.request.vector import to_builtins
+from vllm_steer.request.vector import ByContent, to_builtins
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
 ReduceName = Literal["mean", "last"]
@@ -65,7 +64,7 @@ _EXAMPLE = '{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class CaptureSpec:
+class CaptureSpec(ByContent):
     """Rows that one consumer receives. In JSON, all other keys are options of the consumer.
 
     A spec is validated on construction and immutable. All arguments are keyword-only. Equality and hash are by content.
@@ -189,21 +188,12 @@ class CaptureSpec:
         positions = Selector.from_wire(obj["positions"])
         return cls(**{**obj, "hooks": hooks, "positions": positions, "reduce": reduce, "options": options})
 
-    def __eq__(self, other: object) -> bool:
-        return bool(_VALUES(self) == _VALUES(other)) if isinstance(other, CaptureSpec) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(_VALUES(self))
+    def _content(self) -> object:
+        return _VALUES(self)
 
     def __repr__(self) -> str:
         values = self._arguments() | {"positions": self.tokens.to_wire()}
         return f"CaptureSpec({', '.join(f'{name}={value!r}' for name, value in values.items() if value)})"
-
-    def __deepcopy__(self, memo: object) -> "CaptureSpec":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(CaptureSpec, **self._arguments()), ()
 
 
 CaptureForm: Any = form_of(CaptureSpec, "options", closed=False)

@@ -18,7 +18,6 @@ from vllm_steer.request.selector import PositionListForm, Selector, SelectorName
 
 WindowName = Literal["token", "previous", "latch", "prompt"]
 OverName = Literal["mean", "max", "last", "ema"]
-WINDOWS: tuple[WindowName, ...] = get_args(WindowName)
 OVERS: tuple[OverName, ...] = get_args(OverName)
 _OVERS_OF: Mapping[WindowName, tuple[OverName, ...]] = {"prompt": ("mean", "max", "last"), "previous": OVERS}
 STOP_FIELD = "stop_on"

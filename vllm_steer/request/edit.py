@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_type_hints
@@ -40,7 +39,7 @@ from vllm_steer.request.references import Dose, Name
 from vllm_steer.request.scalars import read_choice, suggest_arguments
 from vllm_steer.request.selector import Selector, TokensForm, TokensInput
 from vllm_steer.request.sites import NAMES_LISTED, Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
-from vllm_steer.request.vector import Vector, VectorInput, parse_vector, to_builtins
+from vllm_steer.request.vector import ByContent, Vector, VectorInput, parse_vector, to_builtins
 
 KindName = Literal["add", "add_normed", "ablate", "clamp", "replace", "feature"]
 
@@ -152,7 +151,7 @@ _NO_VECTOR: Vector = np.frombuffer(b"", np.float32)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class Edit:
+class Edit(ByContent):
     """An edit of the residual stream.
 
     It is validated on construction and immutable. All arguments other than ``kind`` are keyword-only. Equality and hash
@@ -384,21 +383,8 @@ class Edit:
     def _content(self) -> tuple[object, ...]:
         return tuple((v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for v in _VALUES(self))
 
-    def __eq__(self, other: object) -> bool:
-        return self._content() == other._content() if isinstance(other, Edit) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._content())
-
     def __repr__(self) -> str:
         return f"Edit({', '.join(f'{name}={_summary(value)}' for name, value in self._arguments().items())})"
-
-    def __deepcopy__(self, memo: object) -> "Edit":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Through the constructor, because an unpickled array would be writeable.
-        return partial(Edit, **self._arguments()), ()
 
 
 _TYPES = get_type_hints(Edit, include_extras=True)

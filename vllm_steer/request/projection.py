@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -14,7 +14,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_COMPONENTS, MAX_DIRECTIONS, MAX_ENGINE_DIRECTIONS
 from vllm_steer.request.matrix import MatrixInput, MatrixLimits, parse_matrix
 from vllm_steer.request.references import ProbeReference, parse_probe
-from vllm_steer.request.vector import PackedVector, VectorForm, content_digest
+from vllm_steer.request.vector import ByContent, PackedVector, VectorForm, content_digest
 
 DirectionsInput: TypeAlias = MatrixInput
 DIRECTIONS = MatrixLimits("directions", "k", MAX_DIRECTIONS, MAX_COMPONENTS)
@@ -33,7 +33,7 @@ class ProbesForm(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class Projection:
+class Projection(ByContent):
     """The dot products of every row with k directions, computed in float32.
 
     Directions are not normalized: a unit vector yields the length of a row along it, the weights of a probe yield its
@@ -103,24 +103,14 @@ class Projection:
         count, width = self.directions.shape
         return bool(count <= MAX_ENGINE_DIRECTIONS and 2 * count < width)
 
+    def _arguments(self) -> dict[str, Any]:
+        return {"directions": self.directions}
+
     def _content(self) -> tuple[tuple[int, ...], bytes]:
         return self.directions.shape, self.directions.tobytes()
 
-    def __eq__(self, other: object) -> bool:
-        return self._content() == other._content() if isinstance(other, Projection) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._content())
-
     def __repr__(self) -> str:
         return f"Projection(<float32{list(self.directions.shape)}>)"
-
-    def __deepcopy__(self, memo: object) -> "Projection":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Through the constructor, because an unpickled array would be writeable.
-        return partial(Projection, self.directions), ()
 
 
 def projection_digest(digests: Sequence[bytes]) -> bytes:

@@ -9,8 +9,9 @@ import base64
 import binascii
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -97,6 +98,31 @@ def parse_vector(value: object, field: str = "vector") -> Vector:
             + ("; load a file first, e.g. with numpy.load or torch.load" if isinstance(value, str) else ""),
         )
     return _frozen(array, field)
+
+
+class ByContent:
+    """Base of immutable values, which are equal if their content is, and which the constructor copies and unpickles."""
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments that make an equal value."""
+        raise NotImplementedError
+
+    def _content(self) -> object:
+        """Return what equality and hash depend on."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return self._content() == other._content() if isinstance(other, type(self)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through the constructor, because an unpickled array would be writeable.
+        return partial(type(self), **self._arguments()), ()
 
 
 def width_error(field: str, width: int, other: str, other_width: int) -> SteeringError:

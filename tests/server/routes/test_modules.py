@@ -27,7 +27,7 @@ from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.body_checks import BodyChecks
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.schemas import JSON, MODULE_BODY, REQUEST_FIELDS, SET_BODY
-from vllm_steer.server.routes import modules
+from vllm_steer.server.routes import base, modules
 from vllm_steer.server.routes.base import STEERING_PREFIX, SteeringRoute
 from vllm_steer.server.routes.modules import add_module_routes
 
@@ -160,7 +160,7 @@ async def test_parses_bodies_in_a_thread(client: httpx.AsyncClient, monkeypatch:
         threads.append(threading.get_ident())
         return parse_json(text, field)
 
-    monkeypatch.setattr(modules, "parse_json", parse)
+    monkeypatch.setattr(base, "parse_json", parse)
     for path, body in ((MODULES, {"name": "a", "base": BASE}), (SET, {"base": BASE}), (CLEAR, {})):
         assert (await client.post(path, json=body)).status_code == 200
     assert len(threads) == 3

@@ -32,6 +32,7 @@ RESULTS = "capture_results"
 class RhizonymphMiddleware(TranslatingMiddleware):
     """Translate bodies and paths, and add ``capture_results`` to the top of responses."""
 
+    routes = (*REQUESTS, *SETTERS)
     refused: ClassVar = {DYNAMIC: DYNAMIC_PROBLEM}
     fields = (*FIELDS, *MODULE_FIELDS, *CLAMPS)
     rights: ClassVar = {name: "capture" if name.startswith("capture") else "steering" for name in FIELDS}
@@ -42,10 +43,6 @@ class RhizonymphMiddleware(TranslatingMiddleware):
         if ours is not None:
             scope = with_path(scope, ours)
         await super().__call__(scope, receive, send)
-
-    def translates(self, method: str, path: str) -> bool:
-        """Return whether a route generates or sets vectors."""
-        return method == "POST" and path in (*REQUESTS, *SETTERS)
 
     def require_rights(self, path: str, document: Mapping[str, Any]) -> None:
         """Check the rights that the fields of a request need; other routes have rights of their own."""

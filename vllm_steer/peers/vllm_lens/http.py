@@ -32,7 +32,6 @@ from vllm_steer.peers.vllm_lens.keys import (
 from vllm_steer.peers.vllm_lens.tensors import describe, serialize_tensor, stack_layers, tensor_bytes, zstd
 from vllm_steer.server.extension import COUNTED_KEY, app_path
 
-ROUTES = ("/v1/completions", "/v1/chat/completions")
 HANDLE_PREFIX = "/v1/activations/"
 RESULTS_EVENT = b'data: {"object":"capture_results"'
 """Start of the event of a stream that has the captured rows."""
@@ -45,6 +44,7 @@ class VllmLensMiddleware(TranslatingMiddleware):
         SteeringError: ``zstandard`` is not installed.
     """
 
+    routes = ("/v1/completions", "/v1/chat/completions")
     refused: ClassVar = {"/v1/hooks": SteeringError("apply_hooks", REFUSED_KEYS["apply_hooks"])}
     fields = (*KEYS, LORA_FIELD)
     parents = PARENTS
@@ -61,10 +61,6 @@ class VllmLensMiddleware(TranslatingMiddleware):
             await response(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
-
-    def translates(self, method: str, path: str) -> bool:
-        """Return whether a route generates."""
-        return method == "POST" and path in ROUTES
 
     def translate(self, scope: Scope, path: str, document: Mapping[str, Any], limit: int) -> Translated:
         """Return a body without the request keys, whose response gets ``activations``."""

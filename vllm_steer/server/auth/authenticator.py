@@ -29,7 +29,7 @@ from vllm_steer.server.access_errors import ForbiddenError, UnauthorizedError
 from vllm_steer.server.auth.key_file_watcher import KeyFileWatcher
 from vllm_steer.server.auth.keys import Key
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.routes.base import PLUGIN_PREFIXES, SteeringRoute, app_path
+from vllm_steer.server.routes.base import PLUGIN_PREFIXES, SteeringRoute, app_path, state_of
 from vllm_steer.studio.routes import is_studio_path
 
 FIELD = "authorization"
@@ -52,7 +52,6 @@ INFERENCE_PATHS = (
 """Paths, including those below them, of requests that do not change the server."""
 ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths below :data:`INFERENCE_PATHS` that change the server."""
-_STATE = "vllm_steer_authenticator"
 logger = steering_logger(__name__)
 
 VLLM_KEY = Key(name="api-key", sha256="", cache_salt="")
@@ -138,11 +137,7 @@ def authenticator_of(app: FastAPI) -> Authenticator | None:
     path = getattr(args, "steering_keys", None)
     if path is None:
         return None
-    authenticator: Authenticator | None = getattr(app.state, _STATE, None)
-    if authenticator is None:
-        authenticator = Authenticator(KeyFileWatcher(path), vllm_keys_of(args))
-        setattr(app.state, _STATE, authenticator)
-    return authenticator
+    return state_of(app, "vllm_steer_authenticator", lambda: Authenticator(KeyFileWatcher(path), vllm_keys_of(args)))
 
 
 async def authenticate(scope: Scope) -> AuthResult:

@@ -88,6 +88,14 @@ class ChatChoice(_Choice, kw_only=True):
 class _Chunk(msgspec.Struct, kw_only=True):
     stock: ClassVar[Any]
 
+    id: str
+    object: str | UnsetType = UNSET
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Any = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET
+
     def model_dump_json(self, *, exclude_unset: bool = False, exclude_none: bool = False) -> str:
         """Return the JSON of the chunk as pydantic's method does, with new readouts of its choices."""
         if not exclude_unset or exclude_none:  # the chunk with the usage, once in a stream
@@ -96,7 +104,7 @@ class _Chunk(msgspec.Struct, kw_only=True):
             return text
         context = current_request.get()
         if context is not None and context.readouts and context.results_in == "choices":
-            for choice in self.choices:  # type: ignore[attr-defined]
+            for choice in self.choices:
                 feed = context.readouts.get(choice.index)
                 if feed is not None:
                     values, trace = feed.take_fields(last=choice.finish_reason is not None)
@@ -112,13 +120,6 @@ class CompletionChunk(_Chunk, kw_only=True):
 
     stock = CompletionStreamResponse
 
-    id: str
-    object: str | UnsetType = UNSET
-    created: int
-    model: str
-    choices: list[Any]
-    usage: Any = UNSET
-    system_fingerprint: str | UnsetType | None = UNSET
     metrics: Any = UNSET
     kv_transfer_params: Any = UNSET  # 0.33
 
@@ -128,13 +129,6 @@ class ChatChunk(_Chunk, kw_only=True):
 
     stock = ChatCompletionStreamResponse
 
-    id: str
-    object: str | UnsetType = UNSET
-    created: int
-    model: str
-    choices: list[Any]
-    usage: Any = UNSET
-    system_fingerprint: str | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_text: str | UnsetType | None = UNSET
     metrics: Any = UNSET

@@ -39,10 +39,10 @@ from vllm_steer.request import CaptureSpec
 from vllm_steer.request.projection import Projection
 from vllm_steer.server.access_errors import KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.auth.keys import Key
+from vllm_steer.server.routes.base import state_of
 from vllm_steer.server.settings import value_of
 
 STEERING = "steering"
-_STATE = "vllm_steer_quota_tracker"
 
 
 @dataclass(frozen=True)
@@ -296,11 +296,7 @@ class Reservation:
 
 def quota_tracker_of(app: FastAPI) -> QuotaTracker:
     """Return the quota tracker of a server, which the first call creates."""
-    tracker: QuotaTracker | None = getattr(app.state, _STATE, None)
-    if tracker is None:
-        tracker = QuotaTracker(getattr(app.state, "args", None))
-        setattr(app.state, _STATE, tracker)
-    return tracker
+    return state_of(app, "vllm_steer_quota_tracker", lambda: QuotaTracker(getattr(app.state, "args", None)))
 
 
 def _decrement(counter: Counter[bytes], item: bytes) -> bool:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -14,10 +15,12 @@ from starlette.types import Scope
 from vllm_steer import audit
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.schema import ErrorAnswer
+from vllm_steer.request.scalars import parse_json, shown
 from vllm_steer.server.auth.current_key import current_key_name, require
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.http.error_response import ERRORS, BodyTooLargeError, error_response
+from vllm_steer.server.http.error_response import ERRORS, BodyTooLargeError, MediaTypeError, error_response
 
+T = TypeVar("T")
 STEERING_PREFIX = "/v1/steering/"
 PATCH_SWEEP_ROUTE = "/v1/patch_sweep"
 OWN_BODY_PREFIXES = (STEERING_PREFIX, PATCH_SWEEP_ROUTE)
@@ -61,6 +64,14 @@ class SteeringRoute(APIRoute):
         return checked
 
 
+def state_of(app: FastAPI, name: str, make: Callable[[], T]) -> T:
+    """Return the object that a server has under ``name``, which the first call makes."""
+    if not hasattr(app.state, name):
+        setattr(app.state, name, make())
+    found: T = getattr(app.state, name)
+    return found
+
+
 def app_path(scope: Scope) -> str:
     """Return the request's path without the application's root path, as the router finds it."""
     path: str = scope["path"]
@@ -71,6 +82,22 @@ def app_path(scope: Scope) -> str:
 def requires(right: Right, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a route's ``openapi_extra``: the right that it requires, and the schema of its body."""
     return {RIGHT_KEY: right.value} | ({"requestBody": body} if body else {})
+
+
+def check_media_type(request: Request, *allowed: str) -> str:
+    """Return the media type of the body; raise ``MediaTypeError`` for others than ``allowed``."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in allowed:
+        raise MediaTypeError("content-type", f"must be {' or '.join(allowed)}, not {shown(media_type)}")
+    return media_type
+
+
+def read_object(body: bytes, example: str = "") -> dict[str, Any]:
+    """Return the JSON object in a body; raise ``SteeringError`` for anything else."""
+    fields = parse_json(body, "body")
+    if not isinstance(fields, dict):
+        raise SteeringError("body", f"must be a JSON object{example}, not {shown(fields)}")
+    return fields
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -18,11 +18,7 @@ ROUTE = "/v1/steering/capabilities"
 
 def add_capabilities_route(app: FastAPI, engine: EngineContext) -> None:
     """Add the route. Its response is computed once, because it does not change while the engine runs."""
-    app.include_router(make_router(engine.capabilities.report()))
-
-
-def make_router(report: CapabilityReport) -> APIRouter:
-    """Return a router whose route responds with ``report``."""
+    report = engine.capabilities.report()
     router = APIRouter(tags=["steering"], route_class=SteeringRoute, responses=RESPONSES)
 
     async def capabilities() -> CapabilityReport:
@@ -31,4 +27,4 @@ def make_router(report: CapabilityReport) -> APIRouter:
 
     summary = "Hook points, edits, limits and refusals"
     router.add_api_route(ROUTE, capabilities, methods=["GET"], summary=summary, openapi_extra=requires(Right.READ))
-    return router
+    app.include_router(router)

@@ -13,17 +13,22 @@ from fastapi import Path as PathParameter
 from starlette.requests import Request
 
 from vllm_steer import audit
-from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.live import set_strength
 from vllm_steer.limits import MAX_STRENGTHS_BYTES
 from vllm_steer.registry.schema import LiveStrengths
-from vllm_steer.request.scalars import parse_json, shown
 from vllm_steer.server.auth.current_key import current_owner
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.running_requests import RunningRequests
 from vllm_steer.server.http.schemas import JSON, STRENGTHS_BODY
-from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
+from vllm_steer.server.routes.base import (
+    RESPONSES,
+    SteeringRoute,
+    check_media_type,
+    read_body,
+    read_object,
+    requires,
+    state_of,
+)
 
 ROUTE = "/v1/steering/requests/{id:path}"
 """Clients choose ids, also with slashes."""
@@ -34,16 +39,11 @@ RequestId = Annotated[
         description="`id` of the response, or the `X-Request-Id` or `request_id` that the client has sent.",
     ),
 ]
-_STATE = "vllm_steer_running_requests"
 
 
 def running_requests_of(app: FastAPI) -> RunningRequests:
     """Return the running requests of this server process."""
-    running: RunningRequests | None = getattr(app.state, _STATE, None)
-    if running is None:
-        running = RunningRequests()
-        setattr(app.state, _STATE, running)
-    return running
+    return state_of(app, "vllm_steer_running_requests", RunningRequests)
 
 
 def add_live_route(app: FastAPI, engine: Any) -> None:
@@ -61,12 +61,8 @@ def make_router(running: RunningRequests, engine: Any) -> APIRouter:
         The response has the position of the first token with the new strengths, for all samples and for each. A sample
         whose prompt is being computed takes them from the end of its prompt on.
         """
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != JSON:
-            raise MediaTypeError("content-type", f"must be {JSON}, not {shown(media_type)}")
-        strengths = parse_json(await read_body(request, MAX_STRENGTHS_BYTES), "body")
-        if not isinstance(strengths, dict):
-            raise SteeringError("body", f'must be a JSON object such as {{"calm": 0.3}}, not {shown(strengths)}')
+        check_media_type(request, JSON)
+        strengths = read_object(await read_body(request, MAX_STRENGTHS_BYTES), ' such as {"calm": 0.3}')
         samples = running.samples(current_owner(), request_id)
         position = await set_strength(engine, request_id, samples, strengths)
         audit.record_strengths(request_id, strengths)

@@ -18,13 +18,12 @@ from vllm_steer.registry.metadata import METADATA_KEYS
 from vllm_steer.registry.module import CONTENT_KEYS
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
-from vllm_steer.request.scalars import parse_json, shown, shown_name
+from vllm_steer.request.scalars import shown, shown_name
 from vllm_steer.server.auth.current_key import current_key, require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.body_checks import clearing_calls, registry_calls
-from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import BINARY, JSON, MODULE_BODY, SET_BODY
-from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
+from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, check_media_type, read_body, read_object, requires
 from vllm_steer.server.settings import max_body_bytes
 
 _MODULE_KEYS = ("name", *CONTENT_KEYS, *METADATA_KEYS)
@@ -55,7 +54,7 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
         The response is sent when the module is on disk; every server process uses it from its next request on.
         Registering the same content again has no effect.
         """
-        media_type = _media_type(request, (JSON, *BINARY))
+        media_type = check_media_type(request, JSON, *BINARY)
         body = await read_body(request, max_body)
         if media_type == JSON:
             return await registry_calls().run(_register_json, registry, body, name)
@@ -85,7 +84,7 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
 
         Running requests are not affected.
         """
-        _media_type(request, (JSON,))
+        check_media_type(request, JSON)
         return await registry_calls().run(_set_json, registry, await read_body(request, max_body))
 
     @router.post("/clear", summary="Clear global steering", openapi_extra=requires(Right.GLOBAL))
@@ -135,18 +134,9 @@ def _clear_json(registry: SteeringRegistry, body: bytes) -> GlobalSteering:
 
 
 def _parse_object(body: bytes, keys: tuple[str, ...], hint: str = "") -> dict[str, Any]:
-    fields = parse_json(body, "body")
-    if not isinstance(fields, dict):
-        raise SteeringError("body", f"must be a JSON object, not {shown(fields)}")
+    fields = read_object(body)
     for key in fields:
         if key not in keys:
             allowed = f"use {', '.join(keys)}" if keys else "this route takes none"
             raise SteeringError(shown_name(key), f"unknown field; {allowed}{hint}")
     return fields
-
-
-def _media_type(request: Request, allowed: tuple[str, ...]) -> str:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in allowed:
-        raise MediaTypeError("content-type", f"must be {' or '.join(allowed)}, not {shown(media_type)}")
-    return media_type

@@ -18,13 +18,20 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.patching.answer import summary
 from vllm_steer.patching.request import read_study
-from vllm_steer.request.scalars import parse_json, shown
+from vllm_steer.request.scalars import shown
 from vllm_steer.server.auth.current_key import require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.body_checks import LARGE_BODY, body_checks
-from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import JSON, PATCH_BODY
-from vllm_steer.server.routes.base import PATCH_SWEEP_ROUTE, RESPONSES, SteeringRoute, read_body, requires
+from vllm_steer.server.routes.base import (
+    PATCH_SWEEP_ROUTE,
+    RESPONSES,
+    SteeringRoute,
+    check_media_type,
+    read_body,
+    read_object,
+    requires,
+)
 from vllm_steer.server.settings import max_body_bytes
 from vllm_steer.server.studies import patch_sweep
 from vllm_steer.server.studies.job import Results
@@ -99,15 +106,10 @@ def make_router(service: StudyService, max_body: int) -> APIRouter:
 
 
 async def _read(request: Request, max_body: int) -> Mapping[str, Any]:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != JSON:
-        raise MediaTypeError("content-type", f"must be {JSON}, not {shown(media_type)}")
+    check_media_type(request, JSON)
     require(Right(_ALSO[ALSO_KEY]))
     text = await read_body(request, max_body)
-    body = parse_json(text, "body") if len(text) < LARGE_BODY else await body_checks().run(parse_json, text, "body")
-    if not isinstance(body, dict):
-        raise SteeringError("body", f"must be a JSON object, not {shown(body)}")
-    return body
+    return read_object(text) if len(text) < LARGE_BODY else await body_checks().run(read_object, text)
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:

@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,11 +25,6 @@ logger = steering_logger(__name__)
 Results = Iterator[tuple[PatchingResult, Batch | None]]
 _AHEAD = 256
 """Messages that may wait for a slow client before the study pauses."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    error: Exception
 
 
 class StudyJob:
@@ -53,7 +47,7 @@ class StudyJob:
         """
         self._loop, self._on_exit = asyncio.get_running_loop(), on_exit
         self._runner, self._start, self._encode = runner, start, encode
-        self._messages: asyncio.Queue[bytes | _Failure | None] = asyncio.Queue(_AHEAD)
+        self._messages: asyncio.Queue[bytes | SteeringError | None] = asyncio.Queue(_AHEAD)
         self.outcome = "cancelled"
         """``finished``, ``failed`` or ``cancelled``."""
         self.result: PatchingResult | None = None
@@ -70,8 +64,8 @@ class StudyJob:
     async def messages(self) -> AsyncIterator[bytes]:
         """Return the messages of the study as they come. Raises the error that ended the study, if any."""
         while (message := await self._messages.get()) is not None:
-            if isinstance(message, _Failure):
-                raise message.error
+            if isinstance(message, SteeringError):
+                raise message
             yield message
 
     def _run(self) -> None:
@@ -95,7 +89,7 @@ class StudyJob:
                 raise
             except Exception as error:  # the request's task reports it
                 self.outcome = "failed"
-                self._runner.call(self._messages.put(_Failure(_as_refusal(error))))
+                self._runner.call(self._messages.put(_as_refusal(error)))
 
     def _send(self, messages: Iterator[bytes]) -> None:
         for message in messages:
