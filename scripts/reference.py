@@ -266,11 +266,8 @@ def metrics() -> str:
             f"`{name}`" + (f" ({', '.join(values)})" if values else "") for name, values in metric.labels.items()
         )
 
-    rows = [
-        (f"`{name}`", metric.type, labels(metric), metric.help)
-        for metric in METRICS
-        for name in [next(iter(metric.series))]
-    ]
+    endings = {"counter": "_total", "gauge": "", "histogram": "_bucket"}
+    rows = [(f"`{metric.name}{endings[metric.type]}`", metric.type, labels(metric), metric.help) for metric in METRICS]
     return table(("name", "type", "labels", "description"), rows)
 
 

@@ -16,9 +16,7 @@ from vllm_steer.frontend.context import (
     NOT_ENABLED,
     RegistryOptions,
     ensure_engine_context,
-    set_consumers,
-    set_controller,
-    set_registry,
+    set_options,
 )
 from vllm_steer.frontend.controllers import read_controller
 from vllm_steer.frontend.live import LivePosition, samples_of, set_strength
@@ -87,12 +85,12 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
         if steering_controller is not None:
             read_controller(steering_controller, "steering_controller")
         engine: Self = super().from_engine_args(engine_args, *args, **kwargs)
-        if capture_consumers is not None:
-            set_consumers(engine, consumers)
-        if steering_controller is not None:
-            set_controller(engine, steering_controller)
-        if steering_registry is not None or steering_modules is not None:
-            set_registry(engine, registry)
+        set_options(
+            engine,
+            consumers=None if capture_consumers is None else consumers,
+            controller=steering_controller,
+            registry=None if steering_registry is None and steering_modules is None else registry,
+        )
         return engine
 
     @property

@@ -20,8 +20,7 @@ from vllm_steer.frontend.context import (
     EngineContext,
     RegistryOptions,
     engine_context,
-    set_consumers,
-    set_registry,
+    set_options,
 )
 from vllm_steer.frontend.live import (
     SET_STRENGTH_RPC,
@@ -131,8 +130,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
         self._steering_thread = threading.RLock()
         super().__init__(model, *args, **kwargs)
         if enable_steering:
-            set_consumers(self.llm_engine, consumers)
-            set_registry(self.llm_engine, registry)
+            set_options(self.llm_engine, consumers=consumers, registry=registry)
             # Create the context now, so that a wrong consumer or module raises here and not at the first request.
             engine_context(self.llm_engine)
 

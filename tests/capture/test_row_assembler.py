@@ -52,7 +52,7 @@ def test_incomplete_sample_is_partial() -> None:
     """Catches status ok for (1) a request aborted within its prompt and (2) one aborted after its last captured row."""
     last = CaptureSpec(hooks={"post_block": [1]}, positions="last_prompt")
     assembler = RowAssembler(LAYERS, HIDDEN, torch.float32)
-    assembler.mark_incomplete("it was aborted")
+    assembler.incomplete_reason = "it was aborted"
     sites, missing = assembler.assemble(last, 3, 3)
     assert missing == "it was aborted: post_block[1] has 0 of 1 positions"
     assert len(sites["post_block", 1].positions) == 0

@@ -39,11 +39,11 @@ async def test_closes_consumers_if_the_registry_is_refused(tmp_path: Path) -> No
     consumers = {"filesystem": {"root": str(tmp_path / "acts"), "run": "x"}}
     engine = FakeEngine()
     engine.vllm_config.parallel_config._api_process_count = 1
-    context.set_consumers(engine, consumers)
-    context.set_registry(engine, RegistryOptions(modules={"calm": str(tmp_path / "missing.safetensors")}))
+    context.set_options(engine, consumers=consumers)
+    context.set_options(engine, registry=RegistryOptions(modules={"calm": str(tmp_path / "missing.safetensors")}))
     with pytest.raises(SteeringError, match=r"missing\.safetensors cannot be read"):
         await ensure_engine_context(engine)
-    context.set_registry(engine, RegistryOptions())
+    context.set_options(engine, registry=RegistryOptions())
     assert await ensure_engine_context(engine) is not None
 
 
@@ -95,5 +95,5 @@ def test_each_api_server_has_a_run(
     found = context._consumer_options(engine)
     assert found["filesystem"].get("run") == run
     assert (found["filesystem"]["root"], found["logging"]) == ("acts", {})
-    context.set_consumers(engine, {"filesystem": {"root": "acts", "run": "y"}})
+    context.set_options(engine, consumers={"filesystem": {"root": "acts", "run": "y"}})
     assert context._consumer_options(engine)["filesystem"]["run"] == (f"y-{rank}" if count > 1 else "y")

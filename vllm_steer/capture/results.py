@@ -233,24 +233,20 @@ class CaptureResults(Mapping[str, CaptureResult]):
     """Results by consumer name. Accessing a result blocks until its consumer has finished."""
 
     def __init__(self, futures: Mapping[str, Future[CaptureResult]]) -> None:
-        self._futures = dict(futures)
+        self.futures = dict(futures)
+        """Futures by consumer name, for callers that must not block. They never hold an exception."""
 
     def __getitem__(self, name: str) -> CaptureResult:
-        return self._futures[name].result()
+        return self.futures[name].result()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._futures)
+        return iter(self.futures)
 
     def __len__(self) -> int:
-        return len(self._futures)
-
-    @property
-    def futures(self) -> Mapping[str, Future[CaptureResult]]:
-        """Futures by consumer name, for callers that must not block. They never hold an exception."""
-        return self._futures
+        return len(self.futures)
 
     def __repr__(self) -> str:
-        states = {name: "done" if future.done() else "running" for name, future in self._futures.items()}
+        states = {name: "done" if future.done() else "running" for name, future in self.futures.items()}
         return f"CaptureResults({states})"
 
     def __reduce__(self) -> tuple[Any, ...]:

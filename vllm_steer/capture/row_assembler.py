@@ -64,20 +64,14 @@ class RowAssembler:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._chunks: list[RowChunk] = []
-        self._missing_reason: str | None = None
-        self._incomplete_reason: str | None = None
+        self.missing_reason: str | None = None
+        """The reason that is reported if rows turn out to be missing."""
+        self.incomplete_reason: str | None = None
+        """Why the sample ended early (aborted, failed), which makes its capture partial."""
 
     def add(self, chunks: Iterable[RowChunk]) -> None:
         """Append chunks in the order in which the engine computed them."""
         self._chunks += chunks
-
-    def set_missing_reason(self, reason: str) -> None:
-        """Set the reason that is reported if rows turn out to be missing."""
-        self._missing_reason = reason
-
-    def mark_incomplete(self, reason: str) -> None:
-        """Mark the sample as ended early (aborted, failed), which makes its capture partial."""
-        self._incomplete_reason = reason
 
     def since(self, chunk: int, forwarded: int) -> tuple[RowAssembler, int]:
         """Return an assembler of the chunks from number ``chunk`` on, and the number of the chunk to go on with.
@@ -120,7 +114,8 @@ class RowAssembler:
             incomplete sample never computed count as missing.
         """
         forwarded = self._num_forwarded(prompt_len, num_tokens)
-        wanted = _wanted_positions(spec, prompt_len, forwarded)
+        intervals = spec.tokens.intervals(prompt_len, "positions")
+        wanted = _concatenate([np.arange(start, min(stop, forwarded)) for start, stop in intervals])
         projection = spec.reduce if isinstance(spec.reduce, Projection) and spec.reduce.in_engine else None
         stored = self._stored(b"" if projection is None else projection.digest)
         # Sites usually share their chunks, and then the choice of rows as well.
@@ -129,7 +124,7 @@ class RowAssembler:
         rows: dict[Site, torch.Tensor] = {}
         missing: list[str] = []
         overflowed: list[str] = []
-        joint = self._is_small()
+        joint = sum(memoryview(chunk.rows).nbytes for chunk in self._chunks) <= _JOINT_BYTES
         dtype = self._dtype if spec.dtype is None else getattr(torch, spec.dtype)
         for point, layers in spec.hooks:
             for layer in range(self._num_layers) if layers == "all" else layers:
@@ -149,9 +144,9 @@ class RowAssembler:
         if joint:
             overflowed = _convert_jointly(rows, dtype)
         sites = {site: SiteRows(positions[site], each) for site, each in rows.items()}
-        reasons = [self._incomplete_reason]
+        reasons = [self.incomplete_reason]
         if missing:
-            reasons.append(self._missing_reason or "; ".join(missing[:_MAX_LISTED]))
+            reasons.append(self.missing_reason or "; ".join(missing[:_MAX_LISTED]))
         if not len(wanted) and not spec.tokens.is_named:
             named = ", ".join(map(str, spec.tokens.beyond(prompt_len, forwarded)))
             reasons.append(f"positions {named} were not reached; the last position with a row is {forwarded - 1}")
@@ -170,10 +165,7 @@ class RowAssembler:
     def _num_forwarded(self, prompt_len: int, num_tokens: int) -> int:
         """Return the number of positions with a row, or that should have one if the sample is incomplete."""
         forwarded = num_tokens - 1
-        return forwarded if self._incomplete_reason is None else max(forwarded, prompt_len)
-
-    def _is_small(self) -> bool:
-        return sum(memoryview(chunk.rows).nbytes for chunk in self._chunks) <= _JOINT_BYTES
+        return forwarded if self.incomplete_reason is None else max(forwarded, prompt_len)
 
     def _stored(self, projection: bytes) -> dict[int, dict[int, int]]:
         """Return, for each capture code, the chunks that hold it in this format and its column in each of them."""
@@ -247,11 +239,6 @@ def _choose(chunks: Sequence[RowChunk], wanted: IntArray) -> _Chosen:
     if not keep.all():
         positions, rows = positions[keep], np.flatnonzero(keep) if rows is None else rows[keep]
     return _Chosen(positions, rows)
-
-
-def _wanted_positions(spec: CaptureSpec, prompt_len: int, forwarded: int) -> IntArray:
-    intervals = spec.tokens.intervals(prompt_len, "positions")
-    return _concatenate([np.arange(start, min(stop, forwarded), dtype=np.int64) for start, stop in intervals])
 
 
 def _concatenate(arrays: Sequence[npt.NDArray[np.int64]]) -> IntArray:

@@ -164,7 +164,7 @@ class RowReceiver:
                 request_id, reason = decode_missing_reason(parameters)
                 assembler = self._assembler_of(request_id)
                 if assembler is not None:
-                    assembler.set_missing_reason(reason)
+                    assembler.missing_reason = reason
                 return
             if self._assemblers:
                 self.add_step(decode_step(parameters, rows))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_steer.cli.output import check_output, fail
+from vllm_steer.cli.output import check_outputs, fail
 from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def fuzz(
     from vllm_steer.testing.fuzz.model import prepare_environment, save_tiny_llama
     from vllm_steer.testing.fuzz.session import Session
 
-    if out is not None:
-        check_output(out)
+    check_outputs(out)
     prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
         model = model or str(save_tiny_llama(Path(folder)))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_steer.cli.engine import start_engine, start_engines
-from vllm_steer.cli.output import check_image, check_output, failing_on, print_table
+from vllm_steer.cli.output import check_image, check_outputs, failing_on, print_table
 from vllm_steer.errors import SteeringError
 
 MODEL_HELP = "The model, a name or a folder. Options of vLLM's engine may follow."
@@ -45,7 +45,7 @@ def make(
 
     The guide "Lab" has the form of the examples. On a CPU, compiling the model takes minutes: add --enforce-eager.
     """
-    check_output(out)
+    check_outputs(out)
     with failing_on(SteeringError):
         from vllm_steer.lab.examples import read_examples
         from vllm_steer.lab.methods import METHODS, scikit_learn
@@ -128,9 +128,7 @@ def dose(
     seed: Seed = 0,
 ) -> None:
     """Measure the effect and the cost of vectors at layers and doses, beside controls, and print a verdict."""
-    for path in (out, html, plot, parquet):
-        if path is not None:
-            check_output(path)
+    check_outputs(out, html, plot, parquet)
     if html is not None or plot is not None:
         check_image(plot or Path("page.png"))
     with failing_on(SteeringError):
@@ -221,7 +219,6 @@ def _score(words: str | None, against: str, function: str | None) -> Any:
 
 
 def _numbers(text: str) -> list[float]:
-
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, Modules, Url, connect, parse_modules, read_json_object
-from vllm_steer.cli.output import check_output, failing_on, group, print_table, printable
+from vllm_steer.cli.output import check_outputs, failing_on, group, print_table, printable
 from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def export(
     api_key: ApiKey = None,
 ) -> None:
     """Write a module to a file, from which `add` registers it again with the same digest."""
-    check_output(path)
+    check_outputs(path)
     with connect(url, api_key) as client:
         module = client.get(name, data=True)
         module.save(path)
@@ -202,7 +202,7 @@ def convert(
     from vllm_steer.registry.vector_files import read_vector_file, write_vector_file
     from vllm_steer.vectors import Choice
 
-    check_output(out)
+    check_outputs(out)
     with failing_on(SteeringError, OSError):
         module, metadata = read_vector_file(source, Choice(form, tuple(layer or ()), point), out)
         write_vector_file(out, module, metadata)

@@ -46,8 +46,14 @@ def fail(error: object, status: int = 1) -> typer.Exit:
     return typer.Exit(status)
 
 
-def check_output(path: Path) -> None:
-    """End the command unless the file can be written. For commands that take long to compute what they write."""
+def check_outputs(*paths: Path | None) -> None:
+    """End the command unless the files can be written. For commands that take long to compute what they write."""
+    for path in paths:
+        if path is not None:
+            _check_output(path)
+
+
+def _check_output(path: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise fail(f"folder not found: {folder}")

@@ -12,7 +12,7 @@ import typer
 
 from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, connect
 from vllm_steer.cli.engine import start_engine
-from vllm_steer.cli.output import check_image, check_output, fail, failing_on, print_table
+from vllm_steer.cli.output import check_image, check_outputs, fail, failing_on, print_table
 from vllm_steer.errors import SteeringError
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def patch(
         raise typer.BadParameter(
             "is not an option of this command; options of vLLM need --model", param_hint=context.args[0]
         )
-    for path in (plot, html, out):
-        if path is not None:
-            check_output(path)
+    check_outputs(plot, html, out)
     if plot is not None:
         check_image(plot)
     try:
@@ -61,12 +59,9 @@ def patch(
             result = _offline(model, context.args, body, out)
     except SteeringError as error:
         raise fail(f"{study}: {error}") from None
-    if out is not None:
-        result.save(out)
-    if html is not None:
-        result.to_html(html)
-    if plot is not None:
-        result.plot(plot)
+    for path, write in ((out, result.save), (html, result.to_html), (plot, result.plot)):
+        if path is not None:
+            write(path)
     _print(result)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from vllm_steer.cli.engine import ENGINE_CONTEXT, start_engine
 from vllm_steer.cli.lab import MODEL_HELP, Layers, Model, Point, Pool, Positions, Seed, read_collection
-from vllm_steer.cli.output import check_output, failing_on, group, print_table
+from vllm_steer.cli.output import check_outputs, failing_on, group, print_table
 from vllm_steer.errors import SteeringError
 
 app = group("Train probes on labelled texts, and check them on others.")
@@ -44,7 +44,7 @@ def train(
 
     A third of the texts is held out. On a CPU, compiling the model takes minutes: add --enforce-eager.
     """
-    check_output(out)
+    check_outputs(out)
     with failing_on(SteeringError):
         from vllm_steer.lab.examples import read_examples
         from vllm_steer.lab.methods import read_probe_method

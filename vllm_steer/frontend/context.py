@@ -51,9 +51,7 @@ NO_READOUTS_ACROSS_STAGES = (
 )
 _CAPABILITIES_RPC = "steering_capabilities"
 _CONTEXT = "_steering_context"
-_CONSUMER_OPTIONS = "_steering_consumer_options"
-_REGISTRY_OPTIONS = "_steering_registry_options"
-_CONTROLLER = "_steering_controller"
+_OPTIONS = "_steering_options"
 
 
 class RegistryOptions(msgspec.Struct, frozen=True):
@@ -149,19 +147,18 @@ def context_of(processor: Any) -> EngineContext | None:
     return getattr(processor, _CONTEXT, None)
 
 
-def set_consumers(engine: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the consumers of an engine client beside ``memory``. Call before the first request."""
-    setattr(engine, _CONSUMER_OPTIONS, options)
+def set_options(engine: Any, **options: Any) -> None:
+    """Set options of an engine client, before its first request. An option that is None comes from the environment.
+
+    Args:
+        engine: The client.
+        **options: ``consumers`` beside ``memory``, ``controller`` as ``{name: options}``, or a ``registry``.
+    """
+    setattr(engine, _OPTIONS, {**getattr(engine, _OPTIONS, {}), **options})
 
 
-def set_controller(engine: Any, controller: Mapping[str, Any]) -> None:
-    """Set the controller of an engine client, ``{name: options}``. Call before the first request."""
-    setattr(engine, _CONTROLLER, controller)
-
-
-def set_registry(engine: Any, options: RegistryOptions) -> None:
-    """Set where an engine client stores modules. Call before the first request."""
-    setattr(engine, _REGISTRY_OPTIONS, options)
+def _option(engine: Any, name: str) -> Any:
+    return getattr(engine, _OPTIONS, {}).get(name)
 
 
 def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
@@ -201,7 +198,7 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
 
 
 def _consumer_options(engine: Any) -> Mapping[str, Mapping[str, Any]]:
-    options: Mapping[str, Mapping[str, Any]] | None = getattr(engine, _CONSUMER_OPTIONS, None)
+    options: Mapping[str, Mapping[str, Any]] | None = _option(engine, "consumers")
     if options is None:
         # The server's flag sets the variable; API server processes inherit it.
         options = json.loads(os.environ.get(CONSUMERS_VARIABLE, "{}"))
@@ -216,7 +213,7 @@ def _consumer_options(engine: Any) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _controllers(engine: Any) -> ControllerRunner | None:
-    given: Mapping[str, Any] | None = getattr(engine, _CONTROLLER, None)
+    given: Mapping[str, Any] | None = _option(engine, "controller")
     if given is None and not hasattr(engine, "step"):
         # An AsyncLLM. The server's flag sets the variable; API server processes inherit it.
         given = json.loads(os.environ.get(CONTROLLER_VARIABLE, "{}"))
@@ -238,7 +235,7 @@ def _shares_files(engine: Any) -> bool:
 
 
 def _registry(engine: Any, capabilities: Capabilities, model: str, config: SteeringConfig) -> SteeringRegistry:
-    options: RegistryOptions | None = getattr(engine, _REGISTRY_OPTIONS, None)
+    options: RegistryOptions | None = _option(engine, "registry")
     if options is None:
         # The server's flags set the variable; API server processes inherit it.
         options = msgspec.json.decode(os.environ.get(REGISTRY_VARIABLE, "{}"), type=RegistryOptions)

@@ -201,7 +201,7 @@ class SampleState:
         if not capture.specs:
             return None
         if (reason := _cut_short(finish_reason, stop_reason)) is not None:
-            capture.assembler.mark_incomplete(reason)
+            capture.assembler.incomplete_reason = reason
         prompt: Sequence[int] = [NO_TOKEN] * state.prompt_len
         if state.prompt_token_ids is not None:
             prompt = without_placeholders(state.prompt_token_ids, capture.is_token)

@@ -66,22 +66,6 @@ class Metric:
         """Full name."""
         return PREFIX + self.key
 
-    @property
-    def series(self) -> Mapping[str, frozenset[str]]:
-        """Label names by the name of each scraped time series."""
-        labels = frozenset(self.labels)
-        match self.type:
-            case "counter":
-                return {f"{self.name}_total": labels}
-            case "gauge":
-                return {self.name: labels}
-            case "histogram":
-                return {
-                    f"{self.name}_bucket": labels | {"le"},
-                    f"{self.name}_sum": labels,
-                    f"{self.name}_count": labels,
-                }
-
 
 METRICS: tuple[Metric, ...] = (
     Metric("requests", "counter", {**_MODEL, "kind": REQUESTS}, "samples given to the engine"),

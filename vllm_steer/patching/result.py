@@ -74,22 +74,17 @@ class PatchingResult:
 
     def add(self, batch: Batch) -> None:
         """Enter the results of a batch."""
-        for cell, measured in batch.cells.items():
-            self.cells[cell] = measured.measures
-            if measured.error is None:
-                self.errors.pop(cell, None)
-            else:
-                self.errors[cell] = measured.error
-            self._count(measured)
+        for array, errors, found in (
+            (self.cells, self.errors, batch.cells), (self.random, self.control_errors, batch.random)
+        ):  # fmt: skip
+            for cell, measured in found.items():
+                array[cell] = measured.measures
+                errors.pop(cell, None)
+                if measured.error is not None:
+                    errors[cell] = measured.error
+                self._count(measured)
         for site, measured in batch.controls.items():
             self.controls[site] = measured.measures
-            self._count(measured)
-        for cell, measured in batch.random.items():
-            self.random[cell] = measured.measures
-            if measured.error is not None:
-                self.control_errors[cell] = measured.error
-            else:
-                self.control_errors.pop(cell, None)
             self._count(measured)
         for case, measured in batch.repeats.items():
             if measured.error is None:

@@ -23,7 +23,7 @@ from vllm.sampling_params import SamplingParams
 from tests.registry.modules import registry
 from tests.server.application import Body, client_of, make_app
 from tests.server.fakes import FakeEngine, vector
-from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context, set_registry
+from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context, set_options
 from vllm_steer.log import LimitedLog
 from vllm_steer.params import PROGRAM_KEY
 from vllm_steer.plugin.request_state import CapacityError
@@ -429,7 +429,7 @@ async def test_damaged_modules_are_http_503(
     log = LimitedLog(SimpleNamespace(error=lambda message, *args, **_: logged.append(message % args)))
     monkeypatch.setattr(error_response, "server_errors", log)
     engine, elsewhere = FakeEngine(), registry(DirectoryStore(tmp_path / "registry"))
-    set_registry(engine, RegistryOptions(str(tmp_path / "registry")))
+    set_options(engine, registry=RegistryOptions(str(tmp_path / "registry")))
     await ensure_engine_context(engine)
     elsewhere.register("calm", base={"post_block": {1: vector()}})
     if not fields:

@@ -26,6 +26,11 @@ from vllm_steer.capture.files.reader import StoredRequest
 from vllm_steer.capture.results import NO_TOKEN, Site
 
 _ROW = "row"
+_TYPES = {
+    "run": "string", "submission": "int64", "request_id": "string", "sample": "int32", "model": "string",
+    "tag": "string", "status": "string",
+}  # fmt: skip
+"""Arrow types of a request's properties, which are columns of the table."""
 _GROUP_BYTES = 64 << 20
 _NO_ROWS = "no rows match; check the request, point and layer"
 
@@ -114,14 +119,10 @@ def export_npz(requests: Iterable[StoredRequest], out: Path, point: str | None =
 def describe(request: StoredRequest) -> dict[str, Any]:
     """Return all properties of a request except its rows, as JSON types."""
     return {
-        "request_id": request.request_id,
-        "sample": request.sample,
-        "model": request.model,
-        "tag": request.tag,
-        "run": request.run,
-        "submission": request.submission,
-        "status": request.status,
-        "error": request.error,
+        **{
+            name: getattr(request, name)
+            for name in ("request_id", "sample", "model", "tag", "run", "submission", "status", "error")
+        },
         "unreached": list(request.unreached),
         "prompt_tokens": request.num_prompt_tokens,
         "output_tokens": request.num_output_tokens,
@@ -187,18 +188,12 @@ def _batches(arrow: Any, requests: Iterable[StoredRequest], point: str | None, l
 
 def _batch(arrow: Any, request: StoredRequest, site: Site, rows: npt.NDArray[Any]) -> Any:
     n = len(rows)
-    constants = {
-        "run": arrow.scalar(request.run, arrow.string()),
-        "submission": arrow.scalar(request.submission, arrow.int64()),
-        "request_id": arrow.scalar(request.request_id, arrow.string()),
-        "sample": arrow.scalar(request.sample, arrow.int32()),
-        "model": arrow.scalar(request.model, arrow.string()),
-        "tag": arrow.scalar(request.tag, arrow.string()),
-        "status": arrow.scalar(request.status, arrow.string()),
-        "point": arrow.scalar(site[0], arrow.string()),
-        "layer": arrow.scalar(site[1], arrow.int32()),
+    columns = {
+        name: arrow.repeat(arrow.scalar(getattr(request, name), getattr(arrow, kind)()), n)
+        for name, kind in _TYPES.items()
     }
-    columns = {name: arrow.repeat(value, n) for name, value in constants.items()}
+    columns["point"] = arrow.repeat(arrow.scalar(site[0], arrow.string()), n)
+    columns["layer"] = arrow.repeat(arrow.scalar(site[1], arrow.int32()), n)
     for name, values in (("position", request.positions(*site)), ("token_id", request.token_ids(*site))):
         if request.spec.get("reduce") == "last":
             values = values[-1:]

@@ -45,18 +45,8 @@ class StreamWriter:
 
     def __init__(self, directory: CaptureDirectory, stem: str) -> None:
         self._encoder = StreamEncoder()
-        self._file = directory.create(stem, SUFFIX, hidden=False)
-        self.path = self._file.path
+        self.file = directory.create(stem, SUFFIX, hidden=False)
         self.num_requests = 0
-
-    @property
-    def size(self) -> int:
-        """Size of the file in bytes."""
-        return self._file.size
-
-    def is_in_place(self) -> bool:
-        """Return whether the file can be found at its path."""
-        return self._file.is_in_place()
 
     def append(self, captured: CapturedRequest, run: str | None) -> int:
         """Append one request and return its number in the file.
@@ -64,22 +54,22 @@ class StreamWriter:
         Raises:
             CaptureWriteError: The request cannot be written. The file has the earlier requests.
         """
-        self._file.append(self._encoder.encode(captured, run))
-        self._file.sync()
+        self.file.append(self._encoder.encode(captured, run))
+        self.file.sync()
         self.num_requests += 1
         return self.num_requests - 1
 
     def seal(self) -> None:
         """End the stream, or remove the file if it is empty. Its requests stay readable if this fails."""
         if not self.num_requests:
-            self._file.discard()
+            self.file.discard()
             return
         try:
-            self._file.append([END_OF_STREAM])
-            self._file.sync()
+            self.file.append([END_OF_STREAM])
+            self.file.sync()
         except CaptureWriteError as error:
-            logger.warning("%s is complete, but its end is not marked: %s", self.path, error)
-        self._file.close()
+            logger.warning("%s is complete, but its end is not marked: %s", self.file.path, error)
+        self.file.close()
 
 
 class RotatingLayout(FileLayout):
@@ -100,7 +90,7 @@ class RotatingLayout(FileLayout):
     def write(self, captured: CapturedRequest) -> dict[str, Any]:
         """Append one request, which can be read when this returns."""
         with self._lock:
-            if self._file is not None and not self._file.is_in_place():
+            if self._file is not None and not self._file.file.is_in_place():
                 self._seal()
             file = self._file or self._open()
             try:
@@ -111,7 +101,7 @@ class RotatingLayout(FileLayout):
             sealed = self._is_full(file)
             if sealed:
                 self._seal()
-            return {"path": str(file.path), "index": index, "sealed": sealed}
+            return {"path": str(file.file.path), "index": index, "sealed": sealed}
 
     def close(self) -> None:
         """End the open stream, if any."""
@@ -131,7 +121,7 @@ class RotatingLayout(FileLayout):
 
     def _is_full(self, file: StreamWriter) -> bool:
         requests, size = self._limits.max_requests, self._limits.max_size
-        return (requests is not None and file.num_requests >= requests) or (size is not None and file.size >= size)
+        return (requests is not None and file.num_requests >= requests) or (size is not None and file.file.size >= size)
 
     def _expire(self, file: StreamWriter) -> None:
         with self._lock:

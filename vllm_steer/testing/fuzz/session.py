@@ -116,7 +116,8 @@ class Session:
         for settings in all_settings:
             if over():
                 return
-            problems = self._run_settings(settings, requests, right, report.counts)
+            with engine(self.model, self.dtype, settings) as llm:
+                problems = self._comparator.judge(llm, requests, right, report.counts)
             if problems:
                 self._record(report, number, problems, settings, requests, right)
                 if not self.keep_going:
@@ -124,10 +125,6 @@ class Session:
         problems = self._compare_with_stock(requests, all_settings[0])
         if problems:
             self._record(report, number, problems, all_settings[0], requests, None)
-
-    def _run_settings(self, settings: Settings, requests: list[Request], right: Run, counts: Counts) -> dict[str, str]:
-        with engine(self.model, self.dtype, settings) as llm:
-            return self._comparator.judge(llm, requests, right, counts)
 
     def _compare_with_stock(self, requests: list[Request], settings: Settings) -> dict[str, str]:
         """Compare plain requests bit by bit: batched with steered ones, and in stock vLLM with the same batches.

@@ -17,7 +17,6 @@ from torch import nn
 
 LAYERS = 4
 VOCAB = 128
-_HEADS = ("num_attention_heads",)
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
 _WIDTHS = (
     "intermediate_size",
@@ -56,8 +55,7 @@ def shrink(config: Any) -> None:
     few = 2 if group == 1 else 4
     _shorten(config, layers)
     config.hidden_size = few * head
-    for name in _HEADS:
-        _set(config, name, few)
+    config.num_attention_heads = few
     for name in _KV_HEADS:
         _set(config, name, max(1, few // min(group, few)))
     for name in _WIDTHS:
