@@ -39,11 +39,11 @@ async def test_closes_consumers_if_the_registry_is_refused(tmp_path: Path) -> No
     consumers = {"filesystem": {"root": str(tmp_path / "acts"), "run": "x"}}
     engine = FakeEngine()
     engine.vllm_config.parallel_config._api_process_count = 1
-    context.set_options(engine, consumers=consumers)
-    context.set_options(engine, registry=RegistryOptions(modules={"calm": str(tmp_path / "missing.safetensors")}))
+    missing = RegistryOptions(modules={"calm": str(tmp_path / "missing.safetensors")})
+    context.set_options(engine, consumers=consumers, registry=missing)
     with pytest.raises(SteeringError, match=r"missing\.safetensors cannot be read"):
         await ensure_engine_context(engine)
-    context.set_options(engine, registry=RegistryOptions())
+    context.set_options(engine, consumers=consumers, registry=RegistryOptions())
     assert await ensure_engine_context(engine) is not None
 
 

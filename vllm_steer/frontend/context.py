@@ -147,14 +147,22 @@ def context_of(processor: Any) -> EngineContext | None:
     return getattr(processor, _CONTEXT, None)
 
 
-def set_options(engine: Any, **options: Any) -> None:
-    """Set options of an engine client, before its first request. An option that is None comes from the environment.
+def set_options(
+    engine: Any,
+    *,
+    consumers: Mapping[str, Mapping[str, Any]] | None = None,
+    controller: Mapping[str, Any] | None = None,
+    registry: RegistryOptions | None = None,
+) -> None:
+    """Set all options of an engine client, before its first request. An option that is None comes from the environment.
 
     Args:
         engine: The client.
-        **options: ``consumers`` beside ``memory``, ``controller`` as ``{name: options}``, or a ``registry``.
+        consumers: The consumers beside ``memory``.
+        controller: ``{name: options}``.
+        registry: Where modules are stored.
     """
-    setattr(engine, _OPTIONS, {**getattr(engine, _OPTIONS, {}), **options})
+    setattr(engine, _OPTIONS, {"consumers": consumers, "controller": controller, "registry": registry})
 
 
 def _option(engine: Any, name: str) -> Any:
