@@ -321,4 +321,4 @@ def test_missing_reason_is_passed_on() -> None:
     front.receiver.receive(
         [EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=encode_missing_reason("a", "no room"))]
     )
-    assert front.assemblers["a"]._missing_reason == "no room"
+    assert front.assemblers["a"].missing_reason == "no room"

@@ -126,6 +126,12 @@ def read_again(llm: Any, outputs: Sequence[Any], probe: ProbeScore | None = None
     return found
 
 
+def perplexity(readings: Sequence[Reading]) -> float:
+    """Return the perplexity of all tokens of several texts; NaN if there are none."""
+    losses = [loss for each in readings for loss in each.losses]
+    return float(np.exp(np.mean(losses))) if losses else float("nan")
+
+
 def repetition(tokens: Sequence[int], size: int = 3) -> float:
     """Return the share of runs of ``size`` tokens that have occurred before in the text."""
     runs = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_steer.cli.main import app
-from vllm_steer.cli.output import check_output
+from vllm_steer.cli.output import check_outputs
 from vllm_steer.testing.fuzz import model, session
 from vllm_steer.testing.fuzz.compare import Counts
 from vllm_steer.testing.fuzz.workload import Request, Settings, Workload
@@ -54,7 +54,7 @@ def test_a_file_that_cannot_be_written(made: dict[str, Any], tmp_path: Path) -> 
     assert "model" not in made
     earlier = tmp_path / "out.json"
     earlier.write_text("earlier")
-    check_output(earlier)
+    check_outputs(earlier)
     assert earlier.read_text() == "earlier"
 
 

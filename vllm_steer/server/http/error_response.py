@@ -51,6 +51,7 @@ ERRORS: tuple[tuple[type[SteeringError], HTTPStatus, str], ...] = (
     (UnknownCaptureError, HTTPStatus.NOT_FOUND, "NotFoundError"),
     (UnknownRequestError, HTTPStatus.NOT_FOUND, "NotFoundError"),
     (EndedRequestError, HTTPStatus.CONFLICT, "ConflictError"),
+    (BodyTooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "RequestEntityTooLargeError"),
     (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "RequestEntityTooLargeError"),
     (KeyLimitError, HTTPStatus.TOO_MANY_REQUESTS, "TooManyRequestsError"),
     (DrainingError, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError"),

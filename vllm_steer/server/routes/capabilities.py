@@ -18,7 +18,11 @@ ROUTE = "/v1/steering/capabilities"
 
 def add_capabilities_route(app: FastAPI, engine: EngineContext) -> None:
     """Add the route. Its response is computed once, because it does not change while the engine runs."""
-    report = engine.capabilities.report()
+    app.include_router(make_router(engine.capabilities.report()))
+
+
+def make_router(report: CapabilityReport) -> APIRouter:
+    """Return a router whose route responds with ``report``."""
     router = APIRouter(tags=["steering"], route_class=SteeringRoute, responses=RESPONSES)
 
     async def capabilities() -> CapabilityReport:
@@ -27,4 +31,4 @@ def add_capabilities_route(app: FastAPI, engine: EngineContext) -> None:
 
     summary = "Hook points, edits, limits and refusals"
     router.add_api_route(ROUTE, capabilities, methods=["GET"], summary=summary, openapi_extra=requires(Right.READ))
-    app.include_router(router)
+    return router
