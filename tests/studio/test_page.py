@@ -7,6 +7,7 @@ host, and text that is taken for HTML.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,17 @@ def test_pure_parts(opened: Opened) -> None:
             live: [edits.live([{strength: 2}], "n", 0)[0], edits.factor(3, 0) * edits.NOTHING, edits.factor(3, 2)],
             pasted: [edits.editsOfText("[1, 2]", {point: "post_block", layer: 4}),
               fault(() => edits.editsOfText("3", {}))],
+            sites: ['[1, 2]', '{"vector": [1, 2], "layer": 7, "point": "pre_attn"}',
+              '{"hookName": "blocks.3.hook_resid_mid", "values": [1, 2]}',
+              '{"hookName": "blocks.3.hook_z", "values": [1, 2]}',
+              '{"hookType": "hook_resid_post", "layerNumber": 0, "vector": [1, 2]}'].map((text) => fault(() => {
+                const [{point, layers: [layer]}] = edits.editsOfText(text, {point: "post_block", layer: ""}, "a.json");
+                return `${point} ${layer}`;
+              })),
+            norms: [{vector: [3, 4], strength: -2}, {vector: {dtype: "float32", data: "AABAQAAAgEA="}},
+              {vector: [3, 4], dose: 1}, {vector: {module: "a"}}].map((edit) => edits.normOf({kind: "add", ...edit})),
+            unit: edits.unitOf([{point: "post_block", layers: [4]}, {point: "pre_attn", layers: [4]}], [5, 10],
+              [{point: "post_block", layer: 4, length: 20}]),
           };
         }"""
     )
@@ -233,3 +245,7 @@ def test_pure_parts(opened: Opened) -> None:
     assert found["module"][0] == edit and found["module"][1]["tokens"] == "generated"
     assert found["live"] == [{"strength": 2e-12, "live": "n"}, 3, 1.5]
     assert found["pasted"][0][0]["layers"] == [4] and "list of numbers" in found["pasted"][1]
+    assert "a.json does not tell its layer" in found["sites"][0] and "the hook 'hook_z'" in found["sites"][3]
+    assert [found["sites"][n] for n in (1, 2, 4)] == ["pre_attn 7", "post_attn 3", "post_block 0"]
+    assert found["norms"][:2] == [10, 5] and [math.isnan(each) for each in found["norms"][2:]] == [True, True]
+    assert found["unit"] == "2 edits, as given at strength 1: a norm of 5 to 10, 25 % of the stream's length"

@@ -67,7 +67,7 @@ def test_chat_shows_a_lens_and_forks(opened: Opened, pictures: Path) -> None:
 
 
 def test_steer_marks_the_difference_and_moves_in_the_stream(opened: Opened, pictures: Path) -> None:
-    """Catches plain and steered answers that are mixed up, and a slider that does not reach the running stream."""
+    """Catches answers that are mixed up, a slider that does not reach the stream, and a header without strengths."""
     page = opened.open("steer")
     page.get_by_label("Module", exact=True).select_option("mood")
     page.get_by_role("button", name="Add module").click()
@@ -76,6 +76,7 @@ def test_steer_marks_the_difference_and_moves_in_the_stream(opened: Opened, pict
     slider.fill("0")
     page.get_by_role("button", name="Run both").click()
     expect(page.get_by_text("Both answers are the same.")).to_be_visible()
+    expect(page.get_by_role("heading", name="Steered: mood 0", exact=True)).to_be_visible()
     page.get_by_label("Most tokens").fill("120")
     with page.expect_request(CHAT_ROUTE):
         page.get_by_role("button", name="Run both").click()
@@ -84,6 +85,7 @@ def test_steer_marks_the_difference_and_moves_in_the_stream(opened: Opened, pict
     expect(sides.last.locator(".token").nth(4)).to_be_attached()
     slider.fill("2.5")  # from 0 within the stream
     expect(page.locator(".changes li").first).to_contain_text(re.compile(r"mood: 2.5 from token \d+ on"))
+    expect(page.get_by_role("heading", name="Steered: mood 0 → 2.5", exact=True)).to_be_visible()
     expect(page.get_by_text("First difference at token")).to_be_visible()
     expect(page.locator(".status").first).to_contain_text("done")
     expect(page.locator(".status").last).to_contain_text("done")
@@ -124,11 +126,11 @@ def test_a_strength_is_sent_that_moved_before_the_stream_began(opened: Opened) -
     expect(page.get_by_text("First difference at token")).to_be_visible()
     expect(page.locator(".status").last).to_contain_text("done")
     expect(late).to_have_count(0)
-    assert {name for each in sent for name in json.loads(each)} == {"mood_1"}
+    assert {name for each in sent for name in json.loads(each)} == {"n1_mood"}
 
 
 def test_steer_takes_pasted_vectors_and_files(opened: Opened, tmp_path: Path) -> None:
-    """Catches a pasted edit or a file that is dropped, and an error of the API that is swallowed."""
+    """Catches a pasted edit or a file that is dropped, a site that is not the file's, and a strength without a unit."""
     page = opened.open("steer")
     page.get_by_text("Paste or open a vector").click()
     page.get_by_label("Vector or edits").fill("[1, 2")
@@ -145,11 +147,31 @@ def test_steer_takes_pasted_vectors_and_files(opened: Opened, tmp_path: Path) ->
     page.get_by_label("Layer").fill("3")
     page.get_by_role("button", name="Add pasted").click()
     page.get_by_role("button", name="Remove pasted, layer 3").click()
+    (tmp_path / "ours.json").write_text(json.dumps([1.0] * 576))
+    (tmp_path / "theirs.json").write_text(
+        json.dumps({"hookType": "hook_resid_pre", "layerNumber": 5, "vector": [1] * 576})
+    )
+    file = page.locator("input[type=file]")
+    file.set_input_files(tmp_path / "theirs.json")  # the field still has layer 3
+    page.get_by_role("button", name="Remove theirs.json, layer 5").click()
+    page.get_by_label("Layer").fill("")
+    file.set_input_files(tmp_path / "ours.json")
+    expect(page.get_by_role("alert")).to_contain_text("ours.json does not tell its layer: choose Point and Layer")
+    page.get_by_label("Layer").fill("14")
+    page.get_by_role("button", name="Add pasted").click()
+    key = {"authorization": f"Bearer {opened.server.keys['all']}"}
+    told = httpx.get(f"{opened.server.url}/v1/steering/modules/sunny", headers=key, timeout=60).json()["streams"][0]
+    hint = page.locator(".slider", has_text="ours.json, layer 14").locator(".hint")
+    expect(hint).to_contain_text("1 edit, as given at strength 1: a norm of 24, ")  # 24 is the root of 576
+    share = re.findall(r"(\S+) % of the stream's length", hint.inner_text())[0]
+    assert abs(float(share) / (2400 / told["length"]) - 1) < 0.01
+    page.get_by_role("button", name="Remove ours.json").click()
     page.get_by_label("Most tokens").fill("3")
     vector = np.random.default_rng(0).standard_normal(576).astype("float32") * 40
     save_file({"base.post_block.9": vector}, tmp_path / "loud.safetensors")
-    page.locator("input[type=file]").set_input_files(tmp_path / "loud.safetensors")
+    file.set_input_files(tmp_path / "loud.safetensors")
     expect(page.get_by_role("slider", name="loud.safetensors")).to_be_visible()
+    expect(page.locator(".slider .hint")).to_contain_text(f"a norm of {float(f'{np.linalg.norm(vector):.3g}'):g}")
     page.get_by_role("button", name="Run both").click()
     expect(page.get_by_text("First difference at token 1:")).to_be_visible()
 
@@ -176,7 +198,7 @@ def test_an_expression_steers_instead_of_edits(opened: Opened) -> None:
 
 
 def test_probes_colour_the_stream_and_stop_it(opened: Opened, pictures: Path) -> None:
-    """Catches values of other tokens than those that are coloured, and a stop that is not sent."""
+    """Catches values of other tokens than those that are coloured, a chart without axis, a stop that is not sent."""
     page = opened.open("probes")
     page.get_by_role("button", name="Add probe").click()
     page.get_by_label("Most tokens").fill("40")
@@ -196,12 +218,33 @@ def test_probes_colour_the_stream_and_stop_it(opened: Opened, pictures: Path) ->
     over = {int(each.get_attribute("data-index") or -1) for each in page.locator(".token.over").all()}
     assert over >= {n for n, value in enumerate(values) if value > bound + 0.01}
     assert not over & {n for n, value in enumerate(values) if value < bound - 0.01}
-    expect(page.get_by_role("img", name="Values of mood/happy")).to_be_visible()
+    chart = page.get_by_role("img", name="Values of mood/happy")
+    low, high = min(values), max(values)
+    assert low < 0 < high
+    labels = [f"min {low:g}", f"max {high:g}", "zero 0", f"threshold {bound:g}"]
+    expect(chart.locator("text")).to_have_text(labels)
+    heights = [each.bounding_box()["y"] for each in chart.locator("text").all()]
+    top, bottom = chart.bounding_box()["y"], chart.bounding_box()["y"] + chart.bounding_box()["height"]
+    assert top <= heights[1] < min(heights[2:]) <= max(heights[2:]) < heights[0] < bottom
     page.screenshot(path=pictures / "studio-probes.png", full_page=True)
     page.get_by_label("Stop there").check()
     page.get_by_role("button", name="Run", exact=True).click()
     expect(page.locator(".status")).to_contain_text("stopped by mood/happy = ")
     assert page.locator(".token").count() <= min(over) + 1 < len(tokens)
+
+
+def test_a_pasted_probe_has_a_name(opened: Opened) -> None:
+    """Catches a probe that cannot be told from another one, and a name that is not the user's."""
+    page = opened.open("probes")
+    page.get_by_text("Paste a probe").click()
+    page.get_by_label("Weights").fill(json.dumps([0.1] * 576))
+    page.get_by_label("Layer").fill("12")
+    add, legends = page.get_by_role("button", name="Add pasted"), page.locator(".probe legend")
+    add.click()
+    expect(legends).to_have_text(["pasted probe, layer 12 post_block"])
+    page.get_by_label("Name").fill("tone")
+    add.click()
+    expect(legends).to_have_text(["pasted probe, layer 12 post_block", "tone"])
 
 
 def test_patching_draws_cells_as_they_come(opened: Opened, pictures: Path) -> None:

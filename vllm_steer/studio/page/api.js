@@ -132,8 +132,6 @@ export async function* stream(path, body, abort) {
 		}
 	} catch (error) {
 		if (error instanceof ApiError || abort?.aborted) throw error;
-		lose();
-		throw new ApiError(0, "");
 	}
 	lose();
 	throw new ApiError(0, "");

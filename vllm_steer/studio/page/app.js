@@ -10,7 +10,7 @@ import { Server } from "./server.js";
 import { addressOf, restore } from "./share.js";
 import { Steer } from "./steer.js";
 import { Traffic } from "./traffic.js";
-import { Alert, Button, effect, Field, html, render, signal, submits, untracked, View } from "./ui.js";
+import { Alert, Button, component, effect, Field, html, render, signal, submits, untracked } from "./ui.js";
 
 const VIEWS = { chat: Chat, steer: Steer, probes: Probes, patching: Patching, traffic: Traffic, modules: Modules, server: Server };
 const titleOf = (name) => name[0].toUpperCase() + name.slice(1);
@@ -37,69 +37,47 @@ addEventListener("hashchange", ({ newURL }) => {
 });
 effect(write);
 
-class KeyForm extends View {
-	view() {
-		return html`<form
-			class="row"
-			onSubmit=${submits(() => {
-				key.value = typed.value.trim();
-				connect();
-			})}
-		>
-			<${Field} label="API key" kind="password" autocomplete="off" value=${typed} hint="kept in this tab's memory only" />
-			<button type="submit" class="primary">Use key</button>
-		</form>`;
-	}
+function useKey(secret) {
+	key.value = secret;
+	connect();
 }
 
-class Banner extends View {
-	view() {
-		if (link.value === "no") {
-			return html`<${Alert} text="The connection to the server is lost. What has arrived is kept; the page reconnects by itself." />`;
-		}
-		if (link.value === "locked") {
-			return html`<section class="error" role="alert"><p>${refusal.value}</p></section>
-				<${KeyForm} />`;
-		}
-		const steered = overall.value?.digest && ["chat", "steer", "probes"].includes(view.value);
-		const words = noReport.value || (steered && `${globalWords()} It steers every answer, also plain ones.`);
-		return words ? html`<p class="warning" role="status">${words}</p>` : null;
+const Banner = component(() => {
+	if (link.value === "no") {
+		return html`<${Alert} text="The connection to the server is lost. What has arrived is kept; the page reconnects by itself." />`;
 	}
-}
-
-class App extends View {
-	view() {
-		const Shown = VIEWS[view.value];
-		return html`<header class="top">
-				<h1>vllm-steer studio</h1>
-				<nav aria-label="Views">
-					${Object.keys(VIEWS).map((name) => html`<a href=${`#${name}`} aria-current=${name === view.value ? "page" : undefined}>${titleOf(name)}</a>`)}
-				</nav>
-				<span class="model">${model.value ?? ""}</span>
-				${key.value && link.value !== "locked"
-					? html`<${Button}
-							class="quiet"
-							onClick=${() => {
-								key.value = typed.value = "";
-								connect();
-							}}
-						>Forget key<//>`
-					: null}
-			</header>
-			<main>
-				<h2 class="hidden">${titleOf(view.value)}</h2>
-				<${Banner} />
-				<${Shown} />
-			</main>`;
+	if (link.value === "locked") {
+		return html`<${Alert} text=${refusal.value} />
+			<form class="row" onSubmit=${submits(() => useKey(typed.value.trim()))}>
+				<${Field} label="API key" kind="password" autocomplete="off" value=${typed} hint="kept in this tab's memory only" />
+				<button class="primary">Use key</button>
+			</form>`;
 	}
-}
-
-// Views can be open before the key is known.
-effect(() => {
-	if (report.value) untracked(refresh);
+	const steered = overall.value?.digest && ["chat", "steer", "probes"].includes(view.value);
+	const words = noReport.value || (steered && `${globalWords()} It steers every answer, also plain ones.`);
+	return words && html`<p class="warning" role="status">${words}</p>`;
 });
+
+const App = component(() => {
+	const Shown = VIEWS[view.value];
+	return html`<header class="top">
+			<h1>vllm-steer studio</h1>
+			<nav aria-label="Views">
+				${Object.keys(VIEWS).map((name) => html`<a href=${`#${name}`} aria-current=${name === view.value ? "page" : undefined}>${titleOf(name)}</a>`)}
+			</nav>
+			<span class="model">${model.value ?? ""}</span>
+			${key.value && link.value !== "locked" && html`<${Button} class="quiet" onClick=${() => useKey((typed.value = ""))}>Forget key<//>`}
+		</header>
+		<main>
+			<h2 class="hidden">${titleOf(view.value)}</h2>
+			<${Banner} />
+			<${Shown} />
+		</main>`;
+});
+
+// Each view begins with the present modules. It can be open before the key is known.
 effect(() => {
-	if (view.value) untracked(refreshGlobal);
+	if (view.value && report.value) untracked(refresh);
 });
 addEventListener("focus", refreshGlobal);
 

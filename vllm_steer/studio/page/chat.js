@@ -3,9 +3,9 @@
 
 import { report } from "./api.js";
 import { share } from "./share.js";
-import { CopyTurn, Inspector, Legend, Status, Tokens } from "./tokens.js";
-import { colour, settled, Turn } from "./turn.js";
-import { Alert, Button, Field, html, promptSettings, readNumber, sampling, SamplingFields, signal, submits, View } from "./ui.js";
+import { Answer, Inspector, Legend } from "./tokens.js";
+import { colour, settled, surprise, Turn } from "./turn.js";
+import { Alert, attempt, Button, component, Field, html, promptSettings, readNumber, sampling, SamplingFields, signal, submits, View } from "./ui.js";
 
 /**
  * A message. Its children are continuations of the conversation; `shown` is the one that the page shows.
@@ -100,12 +100,8 @@ function messagesTo(last) {
 
 async function answer(parent, prefix = []) {
 	const turn = new Turn();
-	let chosen;
-	try {
-		chosen = settings(turn);
-		problem.value = "";
-	} catch (error) {
-		problem.value = error.message;
+	const chosen = {};
+	if (!(await attempt(problem, () => Object.assign(chosen, settings(turn))))) {
 		if (!parent.children.length) parent.parent.children.pop();
 		parent.parent.shown = Math.max(0, parent.parent.children.length - 1);
 		return;
@@ -160,44 +156,28 @@ function show(at, step) {
 
 function colourOf(token) {
 	if (colouring.value === "depth") return colour(settled(token), token.lens?.layers[0], report.value?.num_layers ?? 1);
-	return token.logprob === undefined ? "" : colour(-token.logprob, 0, 4);
+	return surprise(token);
 }
 
-class Entry extends View {
-	view() {
-		const { at, onEnter } = this.props;
-		version.value;
-		const siblings = at.parent.children;
-		return html`<article class=${`message ${at.role}`}>
-			<header>
-				<strong>${at.role === "user" ? "You" : "Model"}</strong>
-				${siblings.length > 1
-					? html`<span class="forks">
-							<${Button} aria-label="Previous fork" onClick=${() => show(at, -1)}>‹<//>
-							fork ${siblings.indexOf(at) + 1} of ${siblings.length}
-							<${Button} aria-label="Next fork" onClick=${() => show(at, 1)}>›<//>
-						</span>`
-					: null}
-			</header>
-			${at.turn
-				? html`<${Tokens}
-							turn=${at.turn}
-							label="Tokens of the answer"
-							colourOf=${colourOf}
-							colours=${colouring.value}
-							onEnter=${onEnter}
-							onSelect=${(turn, index) => {
-								if (current.value && current.value !== turn) current.value.selected.value = -1;
-								current.value = turn;
-								turn.selected.value = index;
-							}}
-						/>
-						<${Status} turn=${at.turn} /><${CopyTurn} turn=${at.turn} />
-						${at.turn.state.value === "failed" ? html`<${Button} onClick=${() => again(at)}>Send again<//>` : null}`
-				: html`<p class="text">${at.text}</p>`}
-		</article>`;
-	}
-}
+const Entry = component(({ at, onEnter }) => {
+	version.value;
+	const siblings = at.parent.children;
+	return html`<article class=${`message ${at.role}`}>
+		<header>
+			<strong>${at.role === "user" ? "You" : "Model"}</strong>
+			${siblings.length > 1 &&
+			html`<span class="forks">
+				<${Button} aria-label="Previous fork" onClick=${() => show(at, -1)}>‹<//>
+				fork ${siblings.indexOf(at) + 1} of ${siblings.length}
+				<${Button} aria-label="Next fork" onClick=${() => show(at, 1)}>›<//>
+			</span>`}
+		</header>
+		${at.turn
+			? html`<${Answer} turn=${at.turn} label="Tokens of the answer" colours=${colouring.value} ...${{ colourOf, onEnter, current }} />
+					${at.turn.state.value === "failed" && html`<${Button} onClick=${() => again(at)}>Send again<//>`}`
+			: html`<p class="text">${at.text}</p>`}
+	</article>`;
+});
 
 export class Chat extends View {
 	enter = () => /** @type {HTMLElement | null} */ (document.querySelector(".inspector button"))?.focus();
@@ -210,16 +190,13 @@ export class Chat extends View {
 		const depth = colouring.value === "depth";
 		return html`<div class="columns">
 			<div>
-				<div>
-					${path.length ? null : html`<p class="hint">Ask the model something. Each token of its answer carries what the layers predicted.</p>`}
-					${path.map((at) => html`<${Entry} key=${at} at=${at} onEnter=${this.enter} />`)}
-				</div>
+				${!path.length && html`<p class="hint">Ask the model something. Each token of its answer carries what the layers predicted.</p>`}
+				${path.map((at) => html`<${Entry} key=${at} at=${at} onEnter=${this.enter} />`)}
 				<${Alert} text=${problem.value} />
 				<form class="say" onSubmit=${submits(say)}>
 					<${Field}
 						label="Message"
 						kind="textarea"
-						rows="2"
 						required
 						value=${draft}
 						onKeyDown=${(event) => {
@@ -229,10 +206,8 @@ export class Chat extends View {
 							}
 						}}
 					/>
-					${running
-						? html`<${Button} onClick=${() => path.at(-1).turn.stop()}>Stop<//>`
-						: html`<button type="submit" class="primary">Send</button>`}
-					${path.length ? html`<${Button} onClick=${clear}>New chat<//>` : null}
+					${running ? html`<${Button} onClick=${() => path.at(-1).turn.stop()}>Stop<//>` : html`<button class="primary">Send</button>`}
+					${path.length > 0 && html`<${Button} onClick=${clear}>New chat<//>`}
 				</form>
 				<details>
 					<summary>Settings</summary>
@@ -260,7 +235,7 @@ export class Chat extends View {
 					low=${depth ? String(current.value?.layers[0] ?? 0) : "high"}
 					high=${depth ? String((report.value?.num_layers ?? 1) - 1) : "low"}
 				/>
-				<${Inspector} turn=${current.value} onFork=${owner ? (token, text) => fork(owner, token, text) : null} />
+				<${Inspector} turn=${current.value} onFork=${owner && ((token, text) => fork(owner, token, text))} />
 			</aside>
 		</div>`;
 	}

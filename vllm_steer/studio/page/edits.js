@@ -2,9 +2,12 @@
 // Edits with live strengths, made from modules, pasted JSON and vector files.
 
 import { ask, report } from "./api.js";
+import { plural, short } from "./ui.js";
 
 /** A strength that adds nothing in float32, in the place of 0: a live strength multiplies the strength of the request. */
 export const NOTHING = 1e-12;
+
+const add = (point, layer, vector, tokens = "all", strength = 1) => ({ kind: "add", point, layers: [Number(layer)], vector, strength, tokens });
 
 const TIERS = { base: "all", prefill: "prompt", decode: "generated" };
 
@@ -17,8 +20,8 @@ export function editsOfModule(data) {
 	for (const [tier, tokens] of Object.entries(TIERS)) {
 		for (const [point, layers] of Object.entries(data[tier] ?? {})) {
 			for (const [layer, entry] of Object.entries(layers)) {
-				const { vector, scale } = entry?.vector === undefined ? { vector: entry, scale: 1 } : entry;
-				edits.push({ kind: "add", point, layers: [Number(layer)], vector, strength: scale ?? 1, tokens });
+				const { vector, scale } = entry?.vector === undefined ? { vector: entry } : entry;
+				edits.push(add(point, layer, vector, tokens, scale));
 			}
 		}
 	}
@@ -45,6 +48,26 @@ export function fitting(edits) {
 
 const isVector = (value) => Array.isArray(value) && value.length > 1 && value.every((each) => typeof each === "number");
 
+/** Return the norm that strength 1 of an edit adds; NaN unless its vector is a list of numbers or packed in float32. */
+export function normOf({ kind, vector, dose, strength }) {
+	if (kind !== "add" || dose !== undefined) return NaN;
+	const packed = vector?.dtype === "float32" && new Float32Array(Uint8Array.from(atob(vector.data), (sign) => sign.charCodeAt(0)).buffer);
+	return isVector(vector) || packed ? Math.hypot(...(packed || vector)) * Math.abs(strength ?? 1) : NaN;
+}
+
+/** Write the range of the values that are known. */
+function range(values) {
+	const known = values.filter(Number.isFinite).sort((one, other) => one - other);
+	return [...new Set([...known.slice(0, 1), ...known.slice(-1)].map((each) => short(each)))].join(" to ");
+}
+
+/** Say what strength 1 of edits with these norms is. `streams` has the lengths of the stream that are known. */
+export function unitOf(edits, norms, streams) {
+	const streamOf = ({ point, layers }) => streams.find((each) => each.point === point && layers?.includes(each.layer));
+	const [norm, share] = [norms, edits.map((edit, n) => (100 * norms[n]) / streamOf(edit)?.length)].map(range);
+	return `${plural(edits.length, "edit")}, as given at strength 1${norm && `: a norm of ${norm}`}${share && `, ${share} % of the stream's length`}`;
+}
+
 /** Return the value of pasted JSON. */
 export function parsed(text) {
 	try {
@@ -54,21 +77,21 @@ export function parsed(text) {
 	}
 }
 
+const OTHER = "Register it under Modules.";
+const HOOKS = { hook_resid_pre: "pre_attn", hook_resid_mid: "post_attn", hook_resid_post: "post_block" };
+
 /**
- * Read pasted JSON: one edit or a list of edits as the API has them, a list of numbers, or Neuronpedia's vector.
- * @param {string} text
- * @param {{point: string, layer: number}} site where a list of numbers is added
+ * Read JSON: one edit or a list of edits as the API has them, or a vector: a list of numbers, or with a site in the
+ * words of Neuronpedia or of an edit. `site` is for a vector that does not tell its own.
  */
-export function editsOfText(text, site) {
+export function editsOfText(text, site, title) {
 	const value = parsed(text);
-	if (isVector(value)) {
-		if (!Number.isInteger(site.layer) || site.layer < 0) throw new Error("A list of numbers needs a layer, counted from 0.");
-		return [{ kind: "add", point: site.point, layers: [site.layer], vector: value, tokens: "all" }];
-	}
-	const hook = /^blocks\.(\d+)\.hook_resid_(pre|mid|post)$/.exec(value?.hookName ?? "");
-	if (hook && isVector(value.values)) {
-		const point = { pre: "pre_attn", mid: "post_attn", post: "post_block" }[hook[2]];
-		return [{ kind: "add", point, layers: [Number(hook[1])], vector: value.values, tokens: "all" }];
+	const { kind, values, vector = values, hookName, hookType, layerNumber, layer, point } = isVector(value) ? { vector: value } : (value ?? {});
+	if (!kind && isVector(vector)) {
+		const [, number, hook] = /^blocks\.(\d+)\.(.*)$/.exec(hookName) ?? ["", layerNumber ?? layer ?? site.layer, hookName ?? hookType];
+		if (hook && !HOOKS[hook]) throw new Error(`The page does not know the hook '${hook}'. ${OTHER}`);
+		if (!/^\d+$/.test(number)) throw new Error(`${title} does not tell its layer: choose Point and Layer, and press Add pasted.`);
+		return [add(HOOKS[hook] ?? point ?? site.point, number, vector)];
 	}
 	const edits = Array.isArray(value) ? value : [value];
 	if (!edits.length || edits.some((edit) => typeof edit !== "object" || edit === null || !edit.kind)) {
@@ -77,7 +100,6 @@ export function editsOfText(text, site) {
 	return edits;
 }
 
-const OTHER = "Register it under Modules.";
 const DTYPES = { F32: "float32", F16: "float16", BF16: "bfloat16" };
 
 /** Read the vectors of a module's safetensors file, such as `base.post_block.12`. */
@@ -93,24 +115,20 @@ export function editsOfFile(buffer) {
 		const site = /^(base|prefill|decode)\.(\w+)\.(\d+)$/.exec(name);
 		if (!site || !DTYPES[dtype]) continue;
 		const bytes = new Uint8Array(buffer, 8 + length + start, end - start);
-		let text = "";
-		for (const byte of bytes) text += String.fromCharCode(byte);
-		const vector = { dtype: DTYPES[dtype], shape, data: btoa(text) };
-		edits.push({ kind: "add", point: site[2], layers: [Number(site[3])], vector, strength: scales[name] ?? 1, tokens: TIERS[site[1]] });
+		const data = btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""));
+		const vector = { dtype: DTYPES[dtype], shape, data };
+		edits.push(add(site[2], site[3], vector, TIERS[site[1]], scales[name]));
 	}
 	if (!edits.length) throw new Error(`The file has no tensor such as base.post_block.12. ${OTHER}`);
 	return edits;
 }
 
 /** Return edits with a live strength and a start strength. */
-export function live(edits, name, strength) {
-	return edits.map((edit) => ({ ...edit, strength: (edit.strength ?? 1) * (strength === 0 ? NOTHING : strength), live: name }));
-}
+export const live = (edits, name, strength) =>
+	edits.map((edit) => ({ ...edit, strength: (edit.strength ?? 1) * (strength || NOTHING), live: name }));
 
 /** Return the live factor that takes edits started at one strength to another. */
-export function factor(strength, start) {
-	return strength / (start === 0 ? NOTHING : start);
-}
+export const factor = (strength, start) => strength / (start || NOTHING);
 
 /** Return edits that apply only where a condition holds. The API chooses the tokens of those for all tokens. */
 export function gated(edits, strength, when) {

@@ -3,7 +3,7 @@
 
 import { ask, overall, pointChoices, refreshGlobal } from "./api.js";
 import { ranges, Table } from "./server.js";
-import { Alert, Button, chosenOf, Field, html, short, signal, submits, View } from "./ui.js";
+import { Alert, attempt, Button, chosenOf, component, Field, html, short, signal, submits, View } from "./ui.js";
 
 const ROUTE = "v1/steering/modules";
 export const modules = signal([]);
@@ -17,28 +17,14 @@ const chosen = signal("");
 const scale = signal("1");
 const sure = signal(false);
 
-/** Run an action, and show the API's words if it is refused. Returns whether it succeeded. */
-async function attempt(action, success = "") {
-	problem.value = done.value = "";
-	try {
-		await action();
-		done.value = success;
-		return true;
-	} catch (error) {
-		problem.value = error.message;
-		return false;
-	}
-}
-
-export function refreshModules() {
-	return attempt(async () => {
+/** Read the modules and global steering. */
+export function refresh() {
+	done.value = "";
+	return attempt(problem, async () => {
 		modules.value = (await ask("GET", ROUTE)).data;
 		loaded.value = true;
+		await refreshGlobal();
 	});
-}
-
-export async function refresh() {
-	if (await refreshModules()) await refreshGlobal();
 }
 
 export const titleOf = (name) => (loaded.value && modules.value.every((each) => each.name !== name) ? `${name} (deleted)` : name);
@@ -48,8 +34,16 @@ export const choices = () => modules.value.map((each) => [each.name, each.name])
 export const NoModules = () =>
 	html`<p class="hint">No modules are registered. Make one with <code>vllm-steer make</code>, and upload it under <a href="#modules">Modules</a>.</p>`;
 
-export const SiteFields = ({ point, layer }) => html`<${Field} label="Point" kind="select" value=${point} options=${pointChoices()} />
-	<${Field} label="Layer" kind="number" min="0" value=${layer} />`;
+export const Paste = ({ title, label, pasted, point, layer, add, children }) => html`<details>
+	<summary>${title}</summary>
+	<${Field} label=${label} kind="textarea" rows="3" value=${pasted} spellcheck="false" />
+	<div class="row">
+		<${Field} label="Point" kind="select" value=${point} options=${pointChoices()} />
+		<${Field} label="Layer" kind="number" min="0" value=${layer} />
+		${children}
+		<${Button} onClick=${add}>Add pasted<//>
+	</div>
+</details>`;
 
 export function globalWords() {
 	const now = overall.value;
@@ -66,11 +60,13 @@ export function summary(content) {
 }
 
 /** Change something on the server, and read its state again. */
-const change = (action, success) =>
-	attempt(async () => {
+const change = (action, success = "") =>
+	attempt(problem, async () => {
+		done.value = "";
 		await action();
 		await refresh();
-	}, success);
+		done.value = success;
+	});
 
 async function upload(form) {
 	const given = file.value;
@@ -107,44 +103,39 @@ const rowOf = (module) => [
 		: html`<${Button} class="danger" aria-label=${`Delete ${module.name}`} onClick=${() => (asked.value = module.name)}>Delete<//>`,
 ];
 
-class Global extends View {
-	view() {
-		return html`<section aria-label="Global steering">
-			<h3>Global steering</h3>
-			<p role="status">${globalWords()}</p>
-			<p class="warning">
-				Global steering changes every later request of every client and API key of this server. Running requests keep what they have.
-			</p>
-			<form class="row" onSubmit=${submits(setGlobal)}>
-				<${Field} label="Module for all requests" kind="select" value=${chosen} options=${choices()} />
-				<${Field} label="Scale" kind="number" step="0.1" value=${scale} />
-				<${Field} label="I mean all requests" kind="checkbox" value=${sure} />
-				<button type="submit" class="danger" disabled=${!sure.value || !modules.value.length}>Set for everybody</button>
-				<${Button} onClick=${clearGlobal} disabled=${!overall.value?.digest}>Clear<//>
-			</form>
-		</section>`;
-	}
-}
+const Global = component(() => {
+	return html`<section aria-label="Global steering">
+		<h3>Global steering</h3>
+		<p role="status">${globalWords()}</p>
+		<p class="warning">
+			Global steering changes every later request of every client and API key of this server. Running requests keep what they have.
+		</p>
+		<form class="row" onSubmit=${submits(setGlobal)}>
+			<${Field} label="Module for all requests" kind="select" value=${chosen} options=${choices()} />
+			<${Field} label="Scale" kind="number" step="0.1" value=${scale} />
+			<${Field} label="I mean all requests" kind="checkbox" value=${sure} />
+			<button class="danger" disabled=${!sure.value || !modules.value.length}>Set for everybody</button>
+			<${Button} onClick=${clearGlobal} disabled=${!overall.value?.digest}>Clear<//>
+		</form>
+	</section>`;
+});
 
 export class Modules extends View {
 	componentDidMount() {
 		asked.value = "";
-		refresh();
 	}
 
 	view() {
-		return html`<div>
-			<form class="row" onSubmit=${submits(upload)}>
-				<label class="field">File of a module or of another tool <input type="file" onChange=${(event) => (file.value = event.target.files[0])} /></label>
-				<${Field} label="Name" value=${name} hint="empty for the file's name" />
-				<button type="submit" class="primary" disabled=${!file.value}>Upload</button>
-				<${Button} class="quiet" onClick=${refresh}>Refresh<//>
-			</form>
-			<${Alert} text=${problem.value} />
-			${done.value ? html`<p role="status">${done.value}</p>` : null}
-			<${Table} caption="Modules" head=${["Name", "Description", "Edits", "Probes", "Digest (versions)", "Action"]} rows=${modules.value.map(rowOf)} />
-			${modules.value.length ? null : html`<${NoModules} />`}
-			<${Global} />
-		</div>`;
+		return html`<form class="row" onSubmit=${submits(upload)}>
+			<label class="field">File of a module or of another tool <input type="file" onChange=${(event) => (file.value = event.target.files[0])} /></label>
+			<${Field} label="Name" value=${name} hint="empty for the file's name" />
+			<button class="primary" disabled=${!file.value}>Upload</button>
+			<${Button} class="quiet" onClick=${refresh}>Refresh<//>
+		</form>
+		<${Alert} text=${problem.value} />
+		${done.value && html`<p role="status">${done.value}</p>`}
+		<${Table} caption="Modules" head=${["Name", "Description", "Edits", "Probes", "Digest (versions)", "Action"]} rows=${modules.value.map(rowOf)} />
+		${!modules.value.length && html`<${NoModules} />`}
+		<${Global} />`;
 	}
 }

@@ -6,7 +6,7 @@ import { readNumbers } from "./chat.js";
 import { share } from "./share.js";
 import { Copy, Legend } from "./tokens.js";
 import { colour } from "./turn.js";
-import { Alert, batch, Button, chosenOf, Field, html, short, signal, submits, View, visible } from "./ui.js";
+import { Alert, attempt, batch, Button, chosenOf, component, Field, html, short, signal, submits, View, visible } from "./ui.js";
 
 const ROUTE = "v1/steering/patch";
 const METRICS = [
@@ -59,13 +59,7 @@ function take(into, event) {
 
 async function run() {
 	abort?.abort();
-	problem.value = "";
-	try {
-		study.value = { request: bodyOf(), start: null, summary: null, cells: [] };
-	} catch (error) {
-		problem.value = error.message;
-		return;
-	}
+	if (!(await attempt(problem, () => (study.value = { request: bodyOf(), start: null, summary: null, cells: [] })))) return;
 	const [mine, stopper] = [study.value, new AbortController()];
 	abort = stopper;
 	batch(() => {
@@ -119,13 +113,25 @@ class Grid extends View {
 		event.currentTarget.querySelector(`[data-row="${row}"][data-column="${column}"]`)?.focus();
 	};
 
+	cell(cell, row, column, [low, high]) {
+		const { start, summary } = this.props.study;
+		const here = row === at.value[0] && column === at.value[1];
+		const classes = [cell && colour(cell.value, low, high), summary?.below_floor[start.points[0]][row][column] && "faint", here && "at"];
+		return html`<td
+			tabindex=${here ? 0 : -1}
+			data-row=${row}
+			data-column=${column}
+			aria-label=${cell ? undefined : "waiting"}
+			class=${classes.filter(Boolean).join(" ")}
+			>${cell ? (cell.value === null ? "failed" : short(cell.value, 2)) : ""}</td
+		>`;
+	}
+
 	view() {
 		const { study: shown } = this.props;
-		const { start, cells, summary } = shown;
+		const { start, cells } = shown;
 		count.value;
-		const [low, high] = extremes(cells);
-		const [atRow, atColumn] = at.value;
-		const faint = summary?.below_floor[start.points[0]];
+		const range = extremes(cells);
 		return html`<div class="wide">
 				<table class="heat" role="grid" aria-label="Cells by layer and token" aria-readonly="true" onKeyDown=${this.move} onFocusIn=${this.select} onMouseOver=${this.select}>
 					<thead>
@@ -138,82 +144,62 @@ class Grid extends View {
 						${cells.map(
 							(line, row) => html`<tr>
 								<th scope="row">${start.layers[row]}</th>
-								${line.map((cell, column) => {
-									const here = row === atRow && column === atColumn;
-									const classes = [cell && colour(cell.value, low, high), faint?.[row][column] && "faint", here && "at"];
-									return html`<td
-										tabindex=${here ? 0 : -1}
-										data-row=${row}
-										data-column=${column}
-										aria-label=${cell ? undefined : "waiting"}
-										class=${classes.filter(Boolean).join(" ")}
-										>${cell ? (cell.value === null ? "failed" : short(cell.value, 2)) : ""}</td
-									>`;
-								})}
+								${line.map((cell, column) => this.cell(cell, row, column, range))}
 							</tr>`,
 						)}
 					</tbody>
 				</table>
 			</div>
 			<p class="cell">${wordsOf(shown, at.value)}</p>
-			${low < high ? html`<${Legend} what=${start.metric} low=${short(low)} high=${short(high)} />` : null}`;
+			${range[0] < range[1] && html`<${Legend} what=${start.metric} low=${short(range[0])} high=${short(range[1])} />`}`;
 	}
 }
 
 /** Progress while cells arrive; then what their values are to be compared with. */
-class Facts extends View {
-	view() {
-		const { study: shown } = this.props;
-		const total = shown.start?.cells ?? 0;
-		const { summary } = shown;
-		const facts = [state.value, total && `${count.value} of ${total} cells`];
-		if (summary) {
-			const { metric: name, clean: high, corrupt: low } = summary.unpatched;
-			const failed = Object.keys(summary.failed).length;
-			facts.push(`${name} unpatched: clean ${short(high)}, corrupt ${short(low)}`, `noise floor ${short(summary.noise_floor)}`);
-			facts.push(`patched with its own rows: ${short(summary.control_error)}`, failed && `${failed} failed`);
-		}
-		return html`${state.value === "running" ? html`<progress aria-label="Cells" max=${total || 1} value=${count.value} />` : null}
-			<p class="status" role="status">${facts.filter(Boolean).join(" · ")}</p>`;
+const Facts = component(({ study: shown }) => {
+	const total = shown.start?.cells ?? 0;
+	const { summary } = shown;
+	const facts = [state.value, total && `${count.value} of ${total} cells`];
+	if (summary) {
+		const { metric: name, clean: high, corrupt: low } = summary.unpatched;
+		const failed = Object.keys(summary.failed).length;
+		facts.push(`${name} unpatched: clean ${short(high)}, corrupt ${short(low)}`, `noise floor ${short(summary.noise_floor)}`);
+		facts.push(`patched with its own rows: ${short(summary.control_error)}`, failed && `${failed} failed`);
 	}
-}
+	return html`${state.value === "running" && html`<progress aria-label="Cells" max=${total || 1} value=${count.value} />`}
+		<p class="status" role="status">${facts.filter(Boolean).join(" · ")}</p>`;
+});
 
-export class Patching extends View {
-	view() {
-		const points = pointChoices();
-		const shown = study.value;
-		const running = state.value === "running";
-		return html`<div>
-			<form
-				onSubmit=${submits(() => {
-					point.value = chosenOf(point, points);
-					run();
-				})}
-			>
-				<p class="hint">
-					The clean prompt has the answer, the corrupt one the foil. A cell runs one prompt with the rows of the other at one layer and token.
-				</p>
-				<div class="row grid">
-					<${Field} label="Clean prompt" value=${clean} />
-					<${Field} label="Corrupt prompt" value=${corrupt} />
-					<${Field} label="Answer" value=${answer} hint="mostly with a space before it" />
-					<${Field} label="Foil" value=${foil} />
-					<${Field} label="Point" kind="select" value=${point} options=${points} />
-					<${Field} label="Metric" kind="select" value=${metric} options=${METRICS} />
-					<${Field} label="Direction" kind="select" value=${direction} options=${DIRECTIONS} />
-					<${Field} label="Layers" value=${layers} hint="such as 0, 4-6; empty for all" />
-					<${Field} label="Positions" value=${positions} hint="counted from 0; empty for all" />
-					${running
-						? html`<${Button} onClick=${() => abort.abort()}>Cancel<//>`
-						: html`<button type="submit" class="primary">Run study</button>`}
-				</div>
-			</form>
-			<${Alert} text=${problem.value} />
-			${shown
-				? html`<${Facts} study=${shown} />
-						${count.value >= 0 && shown.start ? html`<${Grid} study=${shown} />` : null}
-						<${Copy} path=${ROUTE} body=${shown.request} />`
-				: null}
-		</div>`;
-	}
-}
+export const Patching = component(() => {
+	const points = pointChoices();
+	const shown = study.value;
+	return html`<form
+		onSubmit=${submits(() => {
+			point.value = chosenOf(point, points);
+			run();
+		})}
+	>
+		<p class="hint">
+			The clean prompt has the answer, the corrupt one the foil. A cell runs one prompt with the rows of the other at one layer and token.
+		</p>
+		<div class="row grid">
+			<${Field} label="Clean prompt" value=${clean} />
+			<${Field} label="Corrupt prompt" value=${corrupt} />
+			<${Field} label="Answer" value=${answer} hint="mostly with a space before it" />
+			<${Field} label="Foil" value=${foil} />
+			<${Field} label="Point" kind="select" value=${point} options=${points} />
+			<${Field} label="Metric" kind="select" value=${metric} options=${METRICS} />
+			<${Field} label="Direction" kind="select" value=${direction} options=${DIRECTIONS} />
+			<${Field} label="Layers" value=${layers} hint="such as 0, 4-6; empty for all" />
+			<${Field} label="Positions" value=${positions} hint="counted from 0; empty for all" />
+			${state.value === "running"
+				? html`<${Button} onClick=${() => abort.abort()}>Cancel<//>`
+				: html`<button class="primary">Run study</button>`}
+		</div>
+	</form>
+	<${Alert} text=${problem.value} />
+	${shown &&
+	html`<${Facts} study=${shown} />
+		${count.value >= 0 && shown.start && html`<${Grid} study=${shown} />`}
+		<${Copy} path=${ROUTE} body=${shown.request} />`}`;
+});

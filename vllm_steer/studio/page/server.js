@@ -2,7 +2,7 @@
 // Server: what the engine serves, and what it refuses and why.
 
 import { noReport, report } from "./api.js";
-import { Alert, html, View } from "./ui.js";
+import { Alert, component, html } from "./ui.js";
 
 /** Join layers with equal reasons: {0: "a", 1: "a", 5: "b"} becomes [["0-1", "a"], ["5", "b"]]. */
 export function byReason(reasons) {
@@ -49,41 +49,37 @@ function refusals(found) {
 	return rows;
 }
 
-export class Server extends View {
-	view() {
-		const found = report.value;
-		if (!found) return html`<p class="hint">${noReport.value ? "There is nothing to show." : "Waiting for the server."}</p>`;
-		const refused = refusals(found);
-		const facts = [
-			["Model", `${found.model_class ?? found.architecture} (${found.num_layers} layers, width ${found.hidden_size}, ${found.dtype})`],
-			["Longest sequence", `${found.max_model_len} tokens`],
-			["vllm-steer", found.vllm_steer],
-			["vLLM", `${found.vllm}, ${found.vllm_is_tested ? "tested" : (found.vllm_check ?? "untested")}`],
-			["Self-check at start", found.self_checks.map((each) => (each.ran === false ? "skipped" : "passed")).join(", ") || "none"],
-		];
-		return html`<div>
-			<${Alert} text=${found.problem} />
-			<${Table} caption="Engine" head=${["Fact", "Value"]} rows=${facts} />
-			<${Table}
-				caption="Hook points"
-				head=${["Point", "Value", "Edits", "Reads", "Seen by"]}
-				rows=${found.points.map((point) => [
-					point.name,
-					point.value,
-					...[point.edits, point.reads].map((all) => (all ? "all layers" : point.on ? "not all layers" : "off")),
-					point.seen_by,
-				])}
-			/>
-			${refused.length
-				? html`<${Table} caption="Refused, and why" head=${["What", "Layers", "For", "Why"]} rows=${refused} />`
-				: html`<p>The engine refuses no layer and no point.</p>`}
-			<${Table} caption="Kinds of edits" head=${["Kind", "Formula"]} rows=${Object.entries(found.edits)} />
-			<${Table} caption="Limits of a request or the engine" head=${["Limit", "Value"]} rows=${Object.entries(found.limits)} />
-			<${Table}
-				caption="Memory of the tables"
-				head=${["Table", "Size"]}
-				rows=${Object.entries(found.table_bytes).map(([name, bytes]) => [name, size(bytes)])}
-			/>
-		</div>`;
-	}
-}
+export const Server = component(() => {
+	const found = report.value;
+	if (!found) return html`<p class="hint">${noReport.value ? "There is nothing to show." : "Waiting for the server."}</p>`;
+	const refused = refusals(found);
+	const facts = [
+		["Model", `${found.model_class ?? found.architecture} (${found.num_layers} layers, width ${found.hidden_size}, ${found.dtype})`],
+		["Longest sequence", `${found.max_model_len} tokens`],
+		["vllm-steer", found.vllm_steer],
+		["vLLM", `${found.vllm}, ${found.vllm_is_tested ? "tested" : (found.vllm_check ?? "untested")}`],
+		["Self-check at start", found.self_checks.map((each) => (each.ran === false ? "skipped" : "passed")).join(", ") || "none"],
+	];
+	return html`<${Alert} text=${found.problem} />
+	<${Table} caption="Engine" head=${["Fact", "Value"]} rows=${facts} />
+	<${Table}
+		caption="Hook points"
+		head=${["Point", "Value", "Edits", "Reads", "Seen by"]}
+		rows=${found.points.map((point) => [
+			point.name,
+			point.value,
+			...[point.edits, point.reads].map((all) => (all ? "all layers" : point.on ? "not all layers" : "off")),
+			point.seen_by,
+		])}
+	/>
+	${refused.length
+		? html`<${Table} caption="Refused, and why" head=${["What", "Layers", "For", "Why"]} rows=${refused} />`
+		: html`<p>The engine refuses no layer and no point.</p>`}
+	<${Table} caption="Kinds of edits" head=${["Kind", "Formula"]} rows=${Object.entries(found.edits)} />
+	<${Table} caption="Limits of a request or the engine" head=${["Limit", "Value"]} rows=${Object.entries(found.limits)} />
+	<${Table}
+		caption="Memory of the tables"
+		head=${["Table", "Size"]}
+		rows=${Object.entries(found.table_bytes).map(([name, bytes]) => [name, size(bytes)])}
+	/>`;
+});

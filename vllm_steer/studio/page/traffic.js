@@ -64,17 +64,14 @@ export class Traffic extends View {
 	view() {
 		const sums = now.value;
 		const of = (from, row) => from?.get(row.slice(1).join(" ")) ?? 0;
-		return html`<div>
-			<p class="hint">Counts of all clients since the server began; each cell of a study is a request. Texts are not shown.</p>
-			<${Alert} text=${problem.value} />
-			${sums
-				? html`<${Table}
-							caption="Requests"
-							head=${["Count", "Total", "Since this view was opened"]}
-							rows=${ROWS.map((row) => [row[0], of(sums, row), of(sums, row) - of(first.value, row)])}
-						/>
-						<${Table} caption="Now" head=${["Requests", "Number"]} rows=${GAUGES.map((row) => [row[0], of(sums, row)])} />`
-				: null}
-		</div>`;
+		return html`<p class="hint">Counts of all clients since the server began; each cell of a study is a request. Texts are not shown.</p>
+		<${Alert} text=${problem.value} />
+		${sums &&
+		html`<${Table}
+				caption="Requests"
+				head=${["Count", "Total", "Since this view was opened"]}
+				rows=${ROWS.map((row) => [row[0], of(sums, row), of(sums, row) - of(first.value, row)])}
+			/>
+			<${Table} caption="Now" head=${["Requests", "Number"]} rows=${GAUGES.map((row) => [row[0], of(sums, row)])} />`}`;
 	}
 }

@@ -29,11 +29,7 @@ export function textsOf(names, delta) {
 }
 
 /** Return the first index at which two lists of tokens differ, or -1 as long as one is the beginning of the other. */
-export function firstDifference(one, other) {
-	const shared = Math.min(one.length, other.length);
-	for (let n = 0; n < shared; n++) if (one[n].text !== other[n].text) return n;
-	return -1;
-}
+export const firstDifference = (one, other) => one.findIndex(({ text }, n) => n < other.length && text !== other[n].text);
 
 /** Return from which layer of the lens on all have the token on top, in words. Layers between were not measured. */
 export function settledWords(token) {
@@ -54,9 +50,12 @@ export function settled(token) {
 
 /** Return the class of a value's colour, "c0" to "c5", in a range. */
 export function colour(value, low, high) {
-	if (value === null || value === undefined || Number.isNaN(value) || high <= low) return "";
+	if (!Number.isFinite(value) || high <= low) return "";
 	return `c${Math.min(5, Math.max(0, Math.floor((6 * (value - low)) / (high - low))))}`;
 }
+
+/** Return the class of a token's colour by how improbable it was. */
+export const surprise = (token) => colour(-token.logprob, 0, 4);
 
 export class Turn {
 	/** Chunks of tokens: appending renders only the last one. */
@@ -127,13 +126,12 @@ export class Turn {
 	/** Mark the token at a position, now or when it arrives. */
 	markAt(position, text) {
 		this.#marks.set(position, text);
-		const token = this.at(position);
-		if (token) this.#mark(token, position);
+		this.#mark(this.at(position), position);
 	}
 
 	#mark(token, position) {
 		const text = this.#marks.get(position);
-		if (text === undefined) return;
+		if (!token || text === undefined) return;
 		token.mark = text;
 		this.touch(token.index);
 	}
@@ -161,8 +159,9 @@ export class Turn {
 			for await (const event of stream(ROUTE, this.request, this.abort.signal)) batch(() => this.take(event));
 			this.state.value = "done";
 		} catch (error) {
-			this.state.value = this.abort.signal.aborted ? "stopped" : "failed";
-			this.error.value = this.abort.signal.aborted ? "" : error.message || "This answer was cut off.";
+			const stopped = this.abort.signal.aborted;
+			this.state.value = stopped ? "stopped" : "failed";
+			this.error.value = stopped ? "" : error.message || "This answer was cut off.";
 		}
 	}
 
@@ -307,26 +306,21 @@ export function splitTexts(text, count) {
 	return parts.slice(2, -1).map((part) => (pad && part.endsWith(pad) ? part.slice(0, -pad.length) : part));
 }
 
+const detokenize = async (tokens) => (await ask("POST", "detokenize", { model: model.value, tokens })).prompt;
+
 async function askTexts() {
-	const ids = [...wanted].slice(0, 400);
-	try {
-		separator ??= (await ask("POST", "tokenize", { model: model.value, prompt: SIGN, add_special_tokens: false })).tokens;
-		const tokens = [...separator, ...separator, ...ids.flatMap((id) => [id, ...separator])];
-		const { prompt } = await ask("POST", "detokenize", { model: model.value, tokens });
-		let found = splitTexts(prompt, ids.length);
-		if (!found) {
-			found = [];
-			for (const id of ids) found.push((await ask("POST", "detokenize", { model: model.value, tokens: [id] })).prompt);
+	while (wanted.size) {
+		const ids = [...wanted].slice(0, 400);
+		try {
+			separator ??= (await ask("POST", "tokenize", { model: model.value, prompt: SIGN, add_special_tokens: false })).tokens;
+			const tokens = [...separator, ...separator, ...ids.flatMap((id) => [id, ...separator])];
+			const found = splitTexts(await detokenize(tokens), ids.length);
+			for (const [n, id] of ids.entries()) texts.set(id, found ? found[n] : await detokenize([id]));
+		} catch {
+			ids.forEach((id) => texts.set(id, `#${id}`));
 		}
-		ids.forEach((id, n) => texts.set(id, found[n]));
-	} catch {
-		ids.forEach((id) => texts.set(id, `#${id}`));
+		ids.forEach((id) => wanted.delete(id));
+		known.value++;
 	}
-	ids.forEach((id) => wanted.delete(id));
-	known.value++;
 	asking = false;
-	if (wanted.size) {
-		asking = true;
-		setTimeout(askTexts, 0);
-	}
 }

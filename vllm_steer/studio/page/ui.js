@@ -48,6 +48,26 @@ export class View extends Component {
 	}
 }
 
+/** Run an action, and show the words of an error in the signal `problem`. Returns whether it succeeded. */
+export async function attempt(problem, action) {
+	problem.value = "";
+	try {
+		await action();
+		return true;
+	} catch (error) {
+		problem.value = error.message;
+		return false;
+	}
+}
+
+/** Return a component of a function from properties to content, which renders again like a `View`. */
+export const component = (draw) =>
+	class extends View {
+		view() {
+			return draw(this.props);
+		}
+	};
+
 /** Return a handler that stores the value of a field in a signal. */
 export const into = (target) => (event) => {
 	target.value = event.target.type === "checkbox" ? event.target.checked : event.target.value;
@@ -56,7 +76,7 @@ export const into = (target) => (event) => {
 /** Return the chosen one of `[value, text]` pairs: the first one unless the signal has another. */
 export const chosenOf = (value, choices) => (choices.some(([name]) => name === value.value) ? value.value : (choices[0]?.[0] ?? ""));
 
-export const Alert = ({ text }) => (text ? html`<p class="error" role="alert">${text}</p>` : null);
+export const Alert = ({ text }) => text && html`<p class="error" role="alert">${text}</p>`;
 
 export const Button = (props) => html`<button type="button" ...${props} />`;
 
@@ -72,6 +92,11 @@ export function readNumber(value, what, low = -1000, high = 1000) {
 	if (number >= low && number <= high) return number;
 	throw new Error(`${what}: '${value}' is not a number from ${low} to ${high}.`);
 }
+
+let names = 0;
+
+/** Return a name for a request that no other has. It begins with a letter, as the API demands. */
+export const uniqueName = (title) => `n${++names}_${title.replace(/[^A-Za-z0-9_]/g, "_").slice(0, 40)}`;
 
 /** Count things: "1 token", "2 tokens". */
 export const plural = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
@@ -97,7 +122,7 @@ export class Field extends View {
 			control = html`<${kind === "textarea" ? kind : "input"} ...${common} type=${kind} value=${value.value} onInput=${into(value)} />`;
 		}
 		return html`<div class=${`field ${kind}`}>
-			<label for=${this.id}>${label}</label>${control}${hint ? html`<span class="hint">${hint}</span>` : null}
+			<label for=${this.id}>${label}</label>${control}${hint && html`<span class="hint">${hint}</span>`}
 		</div>`;
 	}
 }
@@ -122,12 +147,10 @@ export const sampling = ({ maxTokens, temperature, seed }) => ({
 });
 
 export const PromptForm = ({ settings, title, run, stop, running }) => html`<form onSubmit=${submits(() => settings.prompt.value.trim() && run())}>
-	<${Field} label="Prompt" kind="textarea" rows="2" required value=${settings.prompt} />
+	<${Field} label="Prompt" kind="textarea" required value=${settings.prompt} />
 	<div class="row">
 		<${SamplingFields} ...${settings} />
-		${running
-			? html`<${Button} onClick=${stop}>Stop<//>`
-			: html`<button type="submit" class="primary">${title}</button>`}
+		${running ? html`<${Button} onClick=${stop}>Stop<//>` : html`<button class="primary">${title}</button>`}
 	</div>
 </form>`;
 
