@@ -8,6 +8,7 @@ host, and text that is taken for HTML.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,7 @@ def test_pure_parts(opened: Opened) -> None:
               api.messageOf(502, "<h1>"), api.messageOf(500, "")],
             layers: [chat.readNumbers("4-6, 0,29", "Layers"), fault(() => chat.readNumbers("all", "Layers")),
               chat.spreadLayers(30, 40, 5)],
+            name: ui.uniqueName("é"),
             visible: ui.visible(" a b\\n\u202e\u00a0"),
             ranges: server.byReason({0: "a", 1: "a", 2: "b", 5: "a"}),
             split: [turn.splitTexts("␞␞a␞ b␞", 2), turn.splitTexts("␞ ␞a ␞b ␞", 2), turn.splitTexts("␞␞␞a␞", 1)],
@@ -236,6 +238,7 @@ def test_pure_parts(opened: Opened) -> None:
     assert found["message"] == ["no", "<h1>", "HTTP 500"]
     assert found["layers"][0] == [0, 4, 5, 6, 29] and "'all'" in found["layers"][1]
     assert found["layers"][2] == [6, 14, 22, 29] or found["layers"][2][-1] == 29
+    assert re.fullmatch("[a-z][a-zA-Z0-9_]*", found["name"])  # as the API demands of live strengths
     assert found["visible"] == "␣a b⏎U+202EU+00A0"
     assert found["ranges"] == [["0-1, 5", "a"], ["2", "b"]]
     assert found["split"] == [["a", " b"], ["a", "b"], None]
