@@ -154,6 +154,7 @@ def test_steer_takes_pasted_vectors_and_files(opened: Opened, tmp_path: Path) ->
     file = page.locator("input[type=file]")
     file.set_input_files(tmp_path / "theirs.json")  # the field still has layer 3
     page.get_by_role("button", name="Remove theirs.json, layer 5").click()
+    expect(page.locator(".slider")).to_have_count(0)
     page.get_by_label("Layer").fill("")
     file.set_input_files(tmp_path / "ours.json")
     expect(page.get_by_role("alert")).to_contain_text("ours.json does not tell its layer: choose Point and Layer")
