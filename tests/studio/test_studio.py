@@ -129,54 +129,6 @@ def test_a_strength_is_sent_that_moved_before_the_stream_began(opened: Opened) -
     assert {name for each in sent for name in json.loads(each)} == {"n1_mood"}
 
 
-def test_steer_takes_pasted_vectors_and_files(opened: Opened, tmp_path: Path) -> None:
-    """Catches a pasted edit or a file that is dropped, a site that is not the file's, and a strength without a unit."""
-    page = opened.open("steer")
-    page.get_by_text("Paste or open a vector").click()
-    page.get_by_label("Vector or edits").fill("[1, 2")
-    page.get_by_role("button", name="Add pasted").click()
-    expect(page.get_by_role("alert")).to_contain_text("This is not JSON")
-    page.get_by_label("Vector or edits").fill("[1, 2]")
-    page.get_by_label("Layer").fill("3")
-    page.get_by_role("button", name="Add pasted").click()
-    expect(page.get_by_role("alert")).to_contain_text("has 2 numbers instead of 576")
-    page.get_by_label("Vector or edits").fill(json.dumps([1] * 576))
-    page.get_by_label("Layer").fill("30")
-    page.get_by_role("button", name="Add pasted").click()
-    expect(page.get_by_role("alert")).to_contain_text("'30' is not a number from 0 to 29")
-    page.get_by_label("Layer").fill("3")
-    page.get_by_role("button", name="Add pasted").click()
-    page.get_by_role("button", name="Remove pasted, layer 3").click()
-    (tmp_path / "ours.json").write_text(json.dumps([1.0] * 576))
-    (tmp_path / "theirs.json").write_text(
-        json.dumps({"hookType": "hook_resid_pre", "layerNumber": 5, "vector": [1] * 576})
-    )
-    file = page.locator("input[type=file]")
-    file.set_input_files(tmp_path / "theirs.json")  # the field still has layer 3
-    page.get_by_role("button", name="Remove theirs.json, layer 5").click()
-    expect(page.locator(".slider")).to_have_count(0)
-    page.get_by_label("Layer").fill("")
-    file.set_input_files(tmp_path / "ours.json")
-    expect(page.get_by_role("alert")).to_contain_text("ours.json does not tell its layer: choose Point and Layer")
-    page.get_by_label("Layer").fill("14")
-    page.get_by_role("button", name="Add pasted").click()
-    key = {"authorization": f"Bearer {opened.server.keys['all']}"}
-    told = httpx.get(f"{opened.server.url}/v1/steering/modules/sunny", headers=key, timeout=60).json()["streams"][0]
-    hint = page.locator(".slider", has_text="ours.json, layer 14").locator(".hint")
-    expect(hint).to_contain_text("1 edit, as given at strength 1: a norm of 24, ")  # 24 is the root of 576
-    share = re.findall(r"(\S+) % of the stream's length", hint.inner_text())[0]
-    assert abs(float(share) / (2400 / told["length"]) - 1) < 0.01
-    page.get_by_role("button", name="Remove ours.json").click()
-    page.get_by_label("Most tokens").fill("3")
-    vector = np.random.default_rng(0).standard_normal(576).astype("float32") * 40
-    save_file({"base.post_block.9": vector}, tmp_path / "loud.safetensors")
-    file.set_input_files(tmp_path / "loud.safetensors")
-    expect(page.get_by_role("slider", name="loud.safetensors")).to_be_visible()
-    expect(page.locator(".slider .hint")).to_contain_text(f"a norm of {float(f'{np.linalg.norm(vector):.3g}'):g}")
-    page.get_by_role("button", name="Run both").click()
-    expect(page.get_by_text("First difference at token 1:")).to_be_visible()
-
-
 def test_an_expression_steers_instead_of_edits(opened: Opened) -> None:
     """Catches an expression that is not sent as it is, one that is dropped beside edits, and a refusal not shown."""
     page = opened.open("steer")
@@ -232,20 +184,6 @@ def test_probes_colour_the_stream_and_stop_it(opened: Opened, pictures: Path) ->
     page.get_by_role("button", name="Run", exact=True).click()
     expect(page.locator(".status")).to_contain_text("stopped by mood/happy = ")
     assert page.locator(".token").count() <= min(over) + 1 < len(tokens)
-
-
-def test_a_pasted_probe_has_a_name(opened: Opened) -> None:
-    """Catches a probe that cannot be told from another one, and a name that is not the user's."""
-    page = opened.open("probes")
-    page.get_by_text("Paste a probe").click()
-    page.get_by_label("Weights").fill(json.dumps([0.1] * 576))
-    page.get_by_label("Layer").fill("12")
-    add, legends = page.get_by_role("button", name="Add pasted"), page.locator(".probe legend")
-    add.click()
-    expect(legends).to_have_text(["pasted probe, layer 12 post_block"])
-    page.get_by_label("Name").fill("tone")
-    add.click()
-    expect(legends).to_have_text(["pasted probe, layer 12 post_block", "tone"])
 
 
 def test_patching_draws_cells_as_they_come(opened: Opened, pictures: Path) -> None:
