@@ -182,7 +182,7 @@ const Slider = component(({ item }) => {
 /** Return what steers an answer: its expression, or its strengths as it began and as they were changed last. */
 function steeredBy({ request, items }) {
 	if (!request) return strengths.value.length || expression.value.trim() ? "" : " (no edits)";
-	const words = items.map(({ title, start, last }) => `${title} ${short(start)}${last === start ? "" : ` → ${short(last)}`}`).join(", ");
+	const words = items.map(({ title, start, last }) => `${title} × ${short(start)}${last === start ? "" : ` → ${short(last)}`}`).join("; ");
 	return request.steering ? `: ${words || request.steering}` : " (no edits)";
 }
 
