@@ -17,6 +17,7 @@ from tests.engine.answers import finish, params, prompt, tokens_of
 from tests.engine.record_cases import GENERATED, PROMPTS, READOUTS, add
 from tests.engine.record_reference import Reference
 from vllm_steer import SteeringError
+from vllm_steer.engine.live_strengths import ENDED, LiveStrengths
 from vllm_steer.frontend.live import EndedRequestError, samples_of
 
 CHANGES: Mapping[int, float] = {2: 0.0, 5: -1.0, 9: 2.5}
@@ -134,6 +135,19 @@ def test_worker_reports_preempted_and_ended_requests(llm: Any) -> None:
     engine.add_request("three", prompt(1, 2, 3), params(1))
     finish(engine)
     assert llm.collective_rpc("steering_set_strength", args=(ended, {"calm": 1.0})) == [[-1]]
+
+
+def test_many_ended_requests_do_not_move_a_preempted_one() -> None:
+    """Catches position 0, which is confirmed for a preempted request once thousands of others have ended."""
+    strengths = LiveStrengths()
+    strengths.begin("waits", "waits live", 4)
+    strengths.pause("waits", 50)
+    for number in range(5000):
+        strengths.begin(str(number), f"{number} live", 4)
+        strengths.end([str(number)])
+    assert strengths.set("waits live", {"calm": 0.5}, None) == 50
+    assert strengths.set("4999 live", {"calm": 0.5}, None) == ENDED
+    assert strengths.set("0 live", {"calm": 0.5}, None) == 0, "the oldest are forgotten, so memory is bounded"
 
 
 @pytest.mark.parametrize("aborted", [False, True])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,21 +184,27 @@ def test_edits_and_readouts_of_a_direction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pool", "first", "others", "warned"),
+    ("pool", "long", "others", "warned"),
     [("mean", 50.0, 1.0, True), ("last", 50.0, 1.0, False), ("mean", 2.0, 1.0, False), ("mean", 50.0, 0.0, False)],
 )
-def test_first_rows_that_dominate_a_mean_are_told(pool: Pool, first: float, others: float, warned: bool) -> None:
-    """Catches means of the first token's row alone, a warning about rows that are not used, and a division by zero."""
-    rows = np.full((6, HIDDEN), others, np.float32)
-    rows[0] = first
-    texts: Any = [SimpleNamespace(numpy=lambda point, layer: rows)] * 4
+@pytest.mark.parametrize(("row", "number"), [(0, 4), (1, 1)])
+def test_long_rows_that_dominate_a_mean_are_told(
+    pool: Pool, long: float, others: float, warned: bool, row: int, number: int
+) -> None:
+    """Catches a long row of a second token or of one text that is not told, and warnings about rows without use."""
+    texts: Any = []
+    for text in range(4):
+        rows = np.full((6, HIDDEN), others, np.float32)
+        rows[row] = long if text >= 4 - number else others
+        texts.append(SimpleNamespace(numpy=lambda point, layer, rows=rows: rows))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pool_rows(texts, "m", "post_block", [3], pool)
     assert all(each.filename == __file__ for each in caught), "the line of the caller"
     messages = [str(each.message) for each in caught]
     assert len(messages) == warned
-    assert all("at layer 3" in each and "50 times" in each and "omit positions" in each for each in messages)
+    told = f"at layer 3, {number} of 4 texts .* 50 times, is row {row} of the selected tokens of text {4 - number}"
+    assert all(re.match(told, each) for each in messages)
 
 
 def test_a_missing_layer_and_the_repr_name_the_layers() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.models.test_sae import FEATURES, HIDDEN, LENS_TENSORS, write
-from vllm_steer import Edit, SteeringError
+from vllm_steer import Edit, Projection, SteeringError
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.models.sae_features import FeatureReader
@@ -21,6 +21,7 @@ from vllm_steer.program import Program, compile_program
 from vllm_steer.program.bind import bind_names
 from vllm_steer.program.feature import FeatureVectors, SaeSite
 from vllm_steer.program.overflow import check_overflow
+from vllm_steer.request.readout import parse_readouts
 
 AT: dict[str, Any] = {"point": "post_block", "layers": 1}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -136,6 +137,65 @@ def test_live_strengths() -> None:
     check_overflow(program, "float16", {"calm": 16000.0, "other": 1e30})
     with pytest.raises(SteeringError, match=r"^calm: with 17000, steering\[0\]: feature at post_block .* float16"):
         check_overflow(program, "float16", {"calm": 17000.0})
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ([{"kind": "add", "strength": 1.5e19}], None),
+        ([{"kind": "add", "strength": 1.5e19}] * 2, "edits add a norm of 3e.19"),
+        ([{"kind": "add", "strength": 1.5e19, "layers": [1, 2]}], "edits add a norm of 3e.19"),
+        ([{"kind": "clamp", "low": 1.5e19}, {"kind": "add", "strength": 4e18}], "edits add a norm of 1.9e.19"),
+        ([{"kind": "ablate", "strength": 1e5}], None),
+        ([{"kind": "ablate", "strength": 1e3, "layers": [0, 1, 2, 3]}], None),
+        ([{"kind": "ablate", "strength": -1e4, "layers": [0, 1, 2, 3]}], r"by a factor of up to 2\^53"),
+        ([{"kind": "ablate", "strength": 1.0, "layers": [0, 1, 2, 3]}] * 40, None),
+        ([{"kind": "add_normed", "strength": 1.0, "layers": [0, 1, 2, 3]}] * 40, None),
+        ([{"kind": "add_normed", "strength": 1e10}] * 2, r"by a factor of up to 2\^66"),
+        ([{"kind": "add_normed", "strength": 1e30}], r"by a factor of up to 2\^100"),
+        ([{"kind": "replace", "strength": 1e13}], r"by a factor of up to 2\^43"),
+    ],
+)
+def test_edits_together(given: list[dict[str, Any]], refused: str | None) -> None:
+    """Catches edits that make rows infinite only together or with the row, and sums of usual ones that are refused."""
+    edits = [Edit(**{"vector": np.eye(HIDDEN)[0], **AT, **each}) for each in given]
+    program = compile_program(edits, edit_paths=[f"steering[{i}]" for i in range(len(edits))])
+    with nullcontext() if refused is None else pytest.raises(SteeringError, match=rf"^steering\[0\]: .* {refused}"):
+        check(program, "bfloat16")
+
+
+def test_live_strengths_together() -> None:
+    """Catches a change that overflows only with other edits, and a refusal at an edit that stays."""
+    kinds: list[dict[str, Any]] = [{"kind": "add", "strength": 1e19}, {"kind": "add", "live": "calm"}]
+    edits = [Edit(vector=np.eye(HIDDEN)[0], **AT, **each) for each in kinds]
+    program = compile_program(edits, edit_paths=["steering[0]", "steering[1]"])
+    check(program, "float32")
+    check_overflow(program, "float32", {"calm": 5e18})
+    with pytest.raises(SteeringError, match=r"^calm: with 9e\+18, steering\[1\]: .* add a norm of 1.9e\+19"):
+        check_overflow(program, "float32", {"calm": 9e18})
+
+
+@pytest.mark.parametrize("probe", ["probe", "projections", "mlp"])
+def test_readouts(probe: str) -> None:
+    """Catches a probe whose value is NaN; a gate with sharpness would make the stream NaN, and the answer token 0."""
+    for number, refused in ((1.8e19, False), (1.9e19, True)):
+        row = (number * np.eye(HIDDEN)[0]).tolist()
+        forms: dict[str, Any] = {
+            "probe": {"probe": row},
+            "projections": {"projections": [row, [1.0] * HIDDEN]},
+            "mlp": {"probe": {"weights": [row], "biases": [0.0], "outputs": [1.0], "activation": "relu"}},
+        }
+        expected = pytest.raises(SteeringError, match=r"^readouts\.score.*: has products .* overflow float32")
+        with expected if refused else nullcontext():
+            readouts = parse_readouts({"score": {**forms[probe], "point": "post_block", "layer": 1}})
+            check(compile_program([], readouts=readouts), "float32")
+
+
+def test_directions_of_a_capture() -> None:
+    """Catches projections that are NaN while the capture is reported as exact."""
+    Projection([[1.8e19, 0.0]])
+    with pytest.raises(SteeringError, match=r"^directions\[1\]: has products .* float32"):
+        Projection([[1.0, 0.0], [1.9e19, -1.9e19]])
 
 
 def test_constants_of_an_encoder(tmp_path: Path) -> None:

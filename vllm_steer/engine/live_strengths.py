@@ -27,8 +27,10 @@ class LiveStrengths:
         self._strengths: dict[str, dict[str, float]] = {}
         # By request id: strengths that hold from the end of the prompt on.
         self.delayed: dict[str, dict[str, float]] = {}
-        # Next positions of requests that have no slot: preempted ones, and ENDED.
+        # By live id: next positions of preempted requests, which have no slot.
         self._paused: dict[str, int] = {}
+        # Live ids of the requests that have ended last.
+        self._ended: dict[str, None] = {}
 
     def begin(self, request_id: str, live: str, prompt_len: int) -> None:
         """Record that a request has got a slot, for the first time or after a preemption."""
@@ -37,11 +39,12 @@ class LiveStrengths:
         self._live_ids[request_id], self._request_ids[live] = live, request_id
         self._prompt_lens[request_id] = prompt_len
         self._paused.pop(live, None)
+        self._ended.pop(live, None)
 
     def pause(self, request_id: str, position: int) -> None:
         """Record the next position of a request that has lost its slot."""
         self.end_delay(request_id, position)
-        self._set_position(self._live_ids[request_id], position)
+        self._paused[self._live_ids[request_id]] = position
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Forget the strengths of requests that have ended."""
@@ -52,7 +55,10 @@ class LiveStrengths:
                 self.delayed.pop(request_id, None)
                 self._request_ids.pop(live, None)
                 self._strengths.pop(live, None)
-                self._set_position(live, ENDED)
+                self._paused.pop(live, None)
+                self._ended[live] = None
+                if len(self._ended) > _MAX_KEPT:
+                    del self._ended[next(iter(self._ended))]
 
     def set(self, live: str, strengths: Mapping[str, float], position: int | None) -> int:
         """Set strengths of a request, and return the first position that has them, or ENDED.
@@ -65,9 +71,9 @@ class LiveStrengths:
             position: The request's next position, or None if it has no slot.
         """
         if position is None:
+            if live in self._ended:
+                return ENDED
             position = self._paused.get(live, 0)
-        if position == ENDED:
-            return ENDED
         request_id = self._request_ids.get(live, "")
         prompt_len = self._prompt_lens.get(request_id, 0)
         if request_id in self.delayed or 0 < position < prompt_len:
@@ -95,8 +101,3 @@ class LiveStrengths:
     def request_id(self, live: str) -> str | None:
         """Return the id of a request that has begun, or None."""
         return self._request_ids.get(live)
-
-    def _set_position(self, live: str, position: int) -> None:
-        self._paused[live] = position
-        if len(self._paused) > _MAX_KEPT:
-            del self._paused[next(iter(self._paused))]

@@ -30,7 +30,7 @@ from vllm_steer.request.sites import read_layers, read_point
 Pool = Literal["mean", "last"]
 POOLS: tuple[Pool, ...] = ("mean", "last")
 _OUTLIER = 10.0
-"""Length of a row, in median lengths, from which it dominates the mean of a short text."""
+"""Length of a row, in median lengths, from which it dominates the mean of a text's rows."""
 
 
 def describe_tokens(positions: Any, pool: Pool) -> dict[str, str]:
@@ -130,13 +130,22 @@ def read_stored(
 
 
 def _warn_of_outliers(lengths: Mapping[int, Sequence[Array]], streams: Mapping[int, float]) -> None:
-    """Warn if the first row of most texts is so long that it dominates the mean of a text's rows."""
-    firsts = {layer: float(np.median([each[0] for each in texts])) for layer, texts in lengths.items()}
-    if outliers := [layer for layer, first in firsts.items() if first > _OUTLIER * streams[layer] > 0]:
-        layer = outliers[0]
-        problem = f"the first row of most texts is {firsts[layer] / streams[layer]:.0f} times as long as the median row"
-        advice = "if positions include the first token, omit positions to leave it out, or use the pool last"
-        warn_caller(f"at layer {layer}, {problem} and dominates their mean; {advice}")
+    """Warn if some texts have a row that is so long that it dominates the mean of the text's rows."""
+    longest = {layer: np.array([each.max() for each in texts]) for layer, texts in lengths.items()}
+    numbers = {
+        layer: int((most > _OUTLIER * streams[layer]).sum()) for layer, most in longest.items() if streams[layer]
+    }
+    if not any(numbers.values()):
+        return
+    layer = max(numbers, key=lambda each: (numbers[each], longest[each].max() / streams[each]))
+    text = int(longest[layer].argmax())
+    times, row = longest[layer][text] / streams[layer], int(lengths[layer][text].argmax())
+    warn_caller(
+        f"at layer {layer}, {numbers[layer]} of {len(longest[layer])} texts have rows that are more than "
+        f"{_OUTLIER:.0f} times as long as the median row and dominate the text's mean; the longest, {times:.0f} times, "
+        f"is row {row} of the selected tokens of text {text}. Rows of the first tokens are often so long: "
+        "leave them out with positions, which without a value leave out the first, change these texts, or use pool last"
+    )
 
 
 def pool_rows(

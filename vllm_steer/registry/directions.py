@@ -183,9 +183,7 @@ class Directions(Mapping[int, Direction]):
         if not module.all_edits:
             raise SteeringError("vectors", only_probes(module, name))
         if not module.base or len(module.all_edits) > len(module.base):
-            raise SteeringError(
-                "vectors", f"{name} is a module with other edits than vectors of layers; save those alone"
-            )
+            raise SteeringError("vectors", _other_edits(module, name))
         if len(points := {edit.point for edit in module.base}) > 1:
             raise SteeringError("vectors", f"{name} has vectors at {', '.join(map(str, points))}; use one hook point")
         found, streams, aurocs = {}, metadata.streams, metadata.numbers("auroc")
@@ -225,6 +223,15 @@ def only_probes(module: Module, name: object) -> str:
     """Return the problem of a module without edits where one is needed."""
     probe = f"{name}/{next(iter(module.probes), 'probe')}"
     return f'{name} has probes and no vectors; name a probe in readouts or as {{"module": "{probe}"}} in an edit'
+
+
+def _other_edits(module: Module, name: object) -> str:
+    """Return the problem of a module with edits that have no dose."""
+    tiers = [tier for tier in ("prefill", "decode") if getattr(module, tier)]
+    if tiers and not module.edits:
+        problem = f"{name} has vectors in {' and '.join(tiers)}; doses, expressions and edits take those of base"
+        return f"{problem}: save them as base and select tokens in the request, or use the module with a scale"
+    return f"{name} is a module with other edits than vectors of layers; save those alone, or use it with a scale"
 
 
 def streams_at(module: Module, metadata: ModuleMetadata, point: str, layers: Collection[int]) -> list[float]:

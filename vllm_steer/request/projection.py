@@ -32,6 +32,19 @@ class ProbesForm(msgspec.Struct, forbid_unknown_fields=True):
     probes: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_DIRECTIONS)]
 
 
+TOO_LARGE = "has products with rows that overflow float32 (its norm must be below 1.8447e+19); use smaller numbers"
+"""Problem of a vector for which `products_overflow` is true."""
+
+
+def products_overflow(vector: npt.NDArray[np.float32]) -> bool:
+    """Return whether the square of a vector's norm overflows float32.
+
+    A row of such a norm is infinite in the model, so a product of both overflows only if one of them has it.
+    """
+    with np.errstate(over="ignore"):
+        return not np.isfinite(np.dot(vector, vector))
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Projection(ByContent):
     """The dot products of every row with k directions, computed in float32.
@@ -60,9 +73,13 @@ class Projection(ByContent):
             field: Path of the value, for errors.
 
         Raises:
-            SteeringError: ``directions`` has another form.
+            SteeringError: ``directions`` has another form, or the square of a norm overflows float32.
         """
-        object.__setattr__(self, "directions", parse_matrix(directions, field, DIRECTIONS))
+        matrix = parse_matrix(directions, field, DIRECTIONS)
+        overflows = [products_overflow(each) for each in matrix]
+        if any(overflows):
+            raise SteeringError(field if len(matrix) == 1 else f"{field}[{overflows.index(True)}]", TOO_LARGE)
+        object.__setattr__(self, "directions", matrix)
 
     @classmethod
     def from_wire(cls, obj: object, field: str = "reduce") -> "Projection":
