@@ -52,15 +52,17 @@ MODULE = {"name": "mood", "description": "", "probes": ["happy"], "content": {"t
 REPORT = {"num_layers": LAYERS, "hidden_size": 8, "limits": {"record_columns": 400},
           "points": [{"name": "post_block", "on": True}]}  # fmt: skip
 
-WATCH = """() => {
-  window.seen = { frames: [], tasks: [] };
+WATCH = """async () => {
+  window.seen = { frames: [], tasks: [], elements: 0 };
+  const { options } = await import("./vendor/preact.js");
+  options.vnode = () => { seen.elements++; };
   new PerformanceObserver((list) => seen.tasks.push(...list.getEntries().map((each) => each.duration)))
     .observe({ type: "longtask" });
   let last = performance.now();
   const tick = (now) => { seen.frames.push(now - last); last = now; requestAnimationFrame(tick); };
   requestAnimationFrame(tick);
 }"""
-"""Begins to note the lengths of frames and of long tasks."""
+"""Begins to note the lengths of frames and of long tasks, and to count the elements that the views make."""
 
 
 def event(n: int, body: dict[str, Any]) -> str:
@@ -158,6 +160,7 @@ def measure(browser: Any, view: str, rate: float) -> dict[str, Any]:
         "view": view,
         "tokens_per_second": rate,
         "tokens": shown,
+        "elements": seen["elements"],
         "longest_frame_ms": round(max(seen["frames"])),
         "longest_task_ms": round(max(seen["tasks"], default=0)),
         "long_tasks": len(seen["tasks"]),

@@ -225,12 +225,22 @@ def test_patching_draws_cells_as_they_come(opened: Opened, pictures: Path) -> No
 
 
 def test_patching_shows_errors_and_is_cancelled(opened: Opened) -> None:
-    """Catches an error that is swallowed, before or within the stream, and a study that runs on after its cancel."""
+    """Catches a swallowed error, cells that are left out without a word, and a study that runs on after its cancel."""
     page = opened.open("patching")
     run = page.get_by_role("button", name="Run study")
     page.get_by_label("Layers").fill("all")
     run.click()
     expect(page.get_by_role("alert")).to_contain_text("'all' is neither a number nor a range")
+    page.get_by_label("Layers").fill("2")
+    corrupt = page.get_by_label("Corrupt prompt").input_value()
+    page.get_by_label("Corrupt prompt").fill("The capital of the Italian republic is")
+    run.click()
+    expect(page.locator(".status")).to_contain_text("4 of 4 cells · not aligned: positions 3, 4, 5 ·")
+    page.get_by_label("Corrupt prompt").fill(corrupt)
+    page.get_by_label("Layers").fill("6-4")
+    run.click()
+    expect(page.get_by_role("alert")).to_contain_text("ends before it begins")
+    expect(page.locator(".status")).to_have_count(0)  # cells of the last study would look like those of this one
     page.get_by_label("Layers").fill("2, 99")
     run.click()
     expect(page.get_by_role("alert")).to_contain_text("layers[1]")  # the API's own words

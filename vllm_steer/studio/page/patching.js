@@ -59,6 +59,7 @@ function take(into, event) {
 
 async function run() {
 	abort?.abort();
+	study.value = null;
 	if (!(await attempt(problem, () => (study.value = { request: bodyOf(), start: null, summary: null, cells: [] })))) return;
 	const [mine, stopper] = [study.value, new AbortController()];
 	abort = stopper;
@@ -82,8 +83,8 @@ async function run() {
 
 /** Return the lowest and the highest value of the cells that have arrived. */
 export function extremes(cells) {
-	const values = cells.flat().flatMap((cell) => (cell && cell.value !== null ? [cell.value] : []));
-	return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
+	const values = cells.flat().flatMap((cell) => cell?.value ?? []);
+	return [Math.min(...values), Math.max(...values)];
 }
 
 function wordsOf({ start, summary, cells }, [row, column]) {
@@ -113,10 +114,10 @@ class Grid extends View {
 		event.currentTarget.querySelector(`[data-row="${row}"][data-column="${column}"]`)?.focus();
 	};
 
-	cell(cell, row, column, [low, high]) {
+	cell(cell, row, column, range) {
 		const { start, summary } = this.props.study;
 		const here = row === at.value[0] && column === at.value[1];
-		const classes = [cell && colour(cell.value, low, high), summary?.below_floor[start.points[0]][row][column] && "faint", here && "at"];
+		const classes = [cell && colour(cell.value, range[0], range[1]), summary?.below_floor[start.points[0]][row][column] && "faint", here && "at"];
 		return html`<td
 			tabindex=${here ? 0 : -1}
 			data-row=${row}
@@ -157,14 +158,15 @@ class Grid extends View {
 
 /** Progress while cells arrive; then what their values are to be compared with. */
 const Facts = component(({ study: shown }) => {
-	const total = shown.start?.cells ?? 0;
-	const { summary } = shown;
-	const facts = [state.value, total && `${count.value} of ${total} cells`];
+	const { start, summary } = shown;
+	const total = start?.cells ?? 0;
+	const skipped = start?.skipped?.flat().join(", ");
+	const facts = [state.value, total && `${count.value} of ${total} cells`, skipped && `not aligned: positions ${skipped}`];
 	if (summary) {
 		const { metric: name, clean: high, corrupt: low } = summary.unpatched;
 		const failed = Object.keys(summary.failed).length;
-		facts.push(`${name} unpatched: clean ${short(high)}, corrupt ${short(low)}`, `noise floor ${short(summary.noise_floor)}`);
-		facts.push(`patched with its own rows: ${short(summary.control_error)}`, failed && `${failed} failed`);
+		facts.push(`${name} unpatched: clean ${short(high)}, corrupt ${short(low)}`, `noise floor ${short(summary.noise_floor)}`,
+			`patched with its own rows: ${short(summary.control_error)}`, failed && `${failed} failed`);
 	}
 	return html`${state.value === "running" && html`<progress aria-label="Cells" max=${total || 1} value=${count.value} />`}
 		<p class="status" role="status">${facts.filter(Boolean).join(" · ")}</p>`;
