@@ -111,7 +111,7 @@ class Capabilities:
             if self._checked.get(id(outline)) is not outline:
                 self._check_sites(outline)
                 self._checked[id(outline)] = outline
-            check_overflow(program, self.dtype)
+            check_overflow(program, self.dtype, self.num_layers)
             self._checked[id(program)] = program
         program = outline
         if prompt_len is not None:

@@ -137,7 +137,7 @@ def check_strengths(
     if context is not None and sample.readouts is not None:
         registry, program = context.registry, sample.readouts.program
         check_magnitude(program, registry.max_norm, strengths=checked, streams_at=registry.streams_at)
-        check_overflow(sample.readouts.program, context.capabilities.dtype, checked)
+        check_overflow(program, context.capabilities.dtype, context.capabilities.num_layers, checked)
     return found, checked
 
 

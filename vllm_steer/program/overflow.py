@@ -14,7 +14,7 @@ from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.magnitude import added_norm
-from vllm_steer.program.program import Program
+from vllm_steer.program.program import ALL_LAYERS, Program
 from vllm_steer.request.projection import TOO_LARGE, products_overflow
 
 _FLOAT32: Final = (2 - 2.0**-24) * 2.0**127
@@ -27,7 +27,7 @@ _GROWTH: Final = 40.0
 the distance to `_NORM`."""
 
 
-def check_overflow(program: Program, dtype: str, strengths: Mapping[str, float] | None = None) -> None:
+def check_overflow(program: Program, dtype: str, num_layers: int, strengths: Mapping[str, float] | None = None) -> None:
     """Check that the model can compute with what edits with a known norm add to a row of zeros, and with readouts.
 
     Edits are checked one by one, and then together, as if all applied to one token.
@@ -35,6 +35,7 @@ def check_overflow(program: Program, dtype: str, strengths: Mapping[str, float] 
     Args:
         program: The program.
         dtype: Name of the model's dtype.
+        num_layers: The model's number of layers.
         strengths: New live strengths of a running request by name; only the edits that they scale are checked one by
             one.
 
@@ -48,22 +49,25 @@ def check_overflow(program: Program, dtype: str, strengths: Mapping[str, float] 
         problem = None if factor is None else _problem(edit, program, norms, factor, dtype)
         if problem is not None:
             raise _error(program, index, strengths, f"{problem}; use a smaller strength or value")
-    _check_together(program, norms, strengths)
+    _check_together(program, num_layers, norms, strengths)
     if strengths is None:
         for index, readout in enumerate(program.readouts):
             if any(products_overflow(program.vector(vector)) for vector in readout.vectors):
                 raise SteeringError(program.readout_source(index), TOO_LARGE)
 
 
-def _check_together(program: Program, norms: dict[int, float], strengths: Mapping[str, float] | None) -> None:
+def _check_together(
+    program: Program, num_layers: int, norms: dict[int, float], strengths: Mapping[str, float] | None
+) -> None:
     """Check what all edits add to one token at all of their layers, and how much they lengthen its row."""
     added, growth = dict[int, float](), dict[int, float]()
     for index, edit in enumerate(program.edits):
         if edit.is_pending or not edit.strength:
             continue
         factor = 1.0 if strengths is None else strengths.get(edit.live, 1.0)
-        added[index] = len(edit.layers) * _norm(edit, program, norms, factor)
-        growth[index] = len(edit.layers) * _growth(edit, program, factor)
+        layers = num_layers if edit.layers == ALL_LAYERS else len(edit.layers)
+        added[index] = layers * _norm(edit, program, norms, factor)
+        growth[index] = layers * _growth(edit, program, factor)
     for sizes, largest, what in (
         (added, _NORM, f"edits add a norm of {{:.5g}} at all of their layers (the sum must be below {_NORM:.5g})"),
         (growth, _GROWTH, f"edits lengthen rows by a factor of up to 2^{{:.0f}} (at most 2^{_GROWTH:.0f} is allowed)"),
