@@ -20,9 +20,9 @@ from vllm_steer.engine.edited_blocks import EditedBlocks
 
 
 def beyond(width: int = HIDDEN) -> dict[str, Any]:
-    """Return an edit that is not refused, because what it adds depends on the row; in rows above 2, it is infinite."""
-    edit = {"kind": "add_normed", "point": "post_block", "layers": 0, "vector": np.ones(width), "strength": 3e38}
-    return {"steering": [edit, edit]}
+    """Return edits that are not refused, because each one only doubles the row; together, they make it infinite."""
+    edit = {"kind": "add_normed", "point": "post_block", "layers": 0, "vector": np.ones(width), "strength": 1.0}
+    return {"steering": [edit] * 160}
 
 
 FEW: dict[str, Any] = {"block_size": 32, "max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 8}

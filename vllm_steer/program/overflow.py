@@ -99,7 +99,10 @@ def _norm(edit: CompiledEdit, program: Program, norms: dict[int, float], factor:
 
 
 def _growth(edit: CompiledEdit, program: Program, factor: float) -> float:
-    """Return the power of 2 by which an edit may lengthen a row; 0 if it at most doubles the row."""
+    """Return the power of 2 by which an edit may lengthen a row; 0 if it at most doubles the row.
+
+    Doublings are not counted, so an `add_normed` of strength 1 at each of many layers is not refused.
+    """
     kind, strength = KIND_OF[edit.code], edit.strength * factor
     if kind == "add" or (edit.feature is not None and not edit.feature.sets):
         return 0.0
