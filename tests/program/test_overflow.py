@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -191,6 +192,16 @@ def test_readouts(probe: str) -> None:
         with expected if refused else nullcontext():
             readouts = parse_readouts({"score": {**forms[probe], "point": "post_block", "layer": 1}})
             check(compile_program([], readouts=readouts), "float32")
+
+
+def test_probe_of_a_module() -> None:
+    """Catches a probe that is filled in when the request is composed, and that no request field has checked."""
+    readouts = parse_readouts({"score": {"probe": [1.0] * HIDDEN, "point": "post_block", "layer": 1}})
+    program = compile_program([], readouts=readouts)
+    check(program, "float32")
+    filled = msgspec.structs.replace(program, vectors=((1.9e19 * np.eye(HIDDEN, dtype="f4")[0]).tobytes(),))
+    with pytest.raises(SteeringError, match=r"^readouts\.score: has products .* overflow float32"):
+        check(filled, "float32")
 
 
 def test_directions_of_a_capture() -> None:

@@ -106,6 +106,9 @@ def test_doses_without_lengths_are_refused() -> None:
     steering.register("calm", **content())
     with pytest.raises(SteeringError, match=r"steering_modules\[0\]: calm is a module with other edits than vectors"):
         steering.compose(extra(steering_modules=use))
+    steering.register("calm", decode={"post_block": {1: vector(1)}})
+    with pytest.raises(SteeringError, match=r"steering_modules\[0\]: calm has vectors in decode; .* those of base"):
+        steering.compose(extra(steering_modules=use))
 
 
 def test_a_dose_whose_strength_overflows_is_refused() -> None:

@@ -67,7 +67,7 @@ class RowAssembler:
         self.missing_reason: str | None = None
         """The reason that is reported if rows turn out to be missing."""
         self.incomplete_reason: str | None = None
-        """Why the sample ended early (aborted, failed), which makes its capture partial."""
+        """The reason why the sample ended early (aborted, failed), which makes its capture partial."""
 
     def add(self, chunks: Iterable[RowChunk]) -> None:
         """Append chunks in the order in which the engine computed them."""

@@ -37,7 +37,7 @@ def check_overflow(program: Program, dtype: str, num_layers: int, strengths: Map
         dtype: Name of the model's dtype.
         num_layers: The model's number of layers.
         strengths: New live strengths of a running request by name; only the edits that they scale are checked one by
-            one.
+            one. In the sum, other live edits have the strength with which the request began.
 
     Raises:
         SteeringError: A factor overflows float32, in which edits are computed; a component overflows the model's dtype;

@@ -39,7 +39,7 @@ TOO_LARGE = "has products with rows that overflow float32 (its norm must be belo
 def products_overflow(vector: npt.NDArray[np.float32]) -> bool:
     """Return whether the square of a vector's norm overflows float32.
 
-    A row of such a norm is infinite in the model, so a product of both overflows only if one of them has it.
+    Models cannot normalise a row of such a norm. A product of two smaller norms does not overflow.
     """
     with np.errstate(over="ignore"):
         return not np.isfinite(np.dot(vector, vector))
