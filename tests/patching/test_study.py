@@ -279,8 +279,10 @@ def test_prompts_of_different_lengths() -> None:
         if request.edits and request.edits[0].vector.ndim == 1
     }
     assert {(1, 1), (3, 3)} <= sources  # red at 1, car at 3
-    with pytest.raises(SteeringError, match=r"position 2 .* has no aligned position in the other"):
+    with pytest.raises(SteeringError, match=r"position 2 .* has no aligned .*pair \(there, 2\) to"):
         study(corrupt="the blue fast bus is").sweep(positions=[2], progress=False)
+    with pytest.raises(SteeringError, match=r"no aligned positions; .* such as \[\(0, 0\), \(3, 6\)"):
+        study(corrupt="blue fast bus").sweep(progress=False)
 
 
 def test_a_metric_of_the_user() -> None:

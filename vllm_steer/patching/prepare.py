@@ -27,6 +27,11 @@ from vllm_steer.request.scalars import is_integer, shown
 EMBEDDINGS = ("pre_attn", 0)
 """Site at which the stream is the embeddings."""
 
+_ALIGNMENT_FORM = (
+    "give alignment as pairs such as [(0, 0), (3, 6)]: rows of positions 0 and 3 of the other prompt for positions 0 "
+    "and 6 of the patched one"
+)
+
 
 def _subject_forms(count: int) -> str:
     each = f", one text for each of the {count} pairs" if count > 1 else ""
@@ -106,7 +111,7 @@ class Preparation:
         if given is None:
             singles = tuple((position, position + 1) for position in alignment.source_of)
             if not singles:
-                raise SteeringError("positions", f"pair {number} has no aligned positions; give alignment")
+                raise SteeringError("positions", f"pair {number} has no aligned positions; {_ALIGNMENT_FORM}")
         else:
             singles = given
         spans = windows(singles, settings.position_window, len(base))
@@ -118,7 +123,7 @@ class Preparation:
                     raise SteeringError(
                         f"positions[{i}]",
                         f"position {lost[0]} of pair {number} ({shown(pieces[lost[0]])}) has no aligned position in "
-                        "the other prompt. Remove it from positions, or add a pair for it to alignment",
+                        f"the other prompt. Remove it from positions, or add a pair (there, {lost[0]}) to alignment",
                     )
         columns = tuple(tuple(p for p in range(*span) if p in alignment.source_of) for span in spans)
         labels = tuple("".join(pieces[start:stop]) for start, stop in singles)

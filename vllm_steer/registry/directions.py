@@ -230,7 +230,9 @@ def _other_edits(module: Module, name: object) -> str:
     tiers = [tier for tier in ("prefill", "decode") if getattr(module, tier)]
     if tiers and not module.edits:
         problem = f"{name} has vectors in {' and '.join(tiers)}; doses, expressions and edits take those of base"
-        return f"{problem}: save them as base and select tokens in the request, or use the module with a scale"
+        called = str(name).rpartition("/")[2].removesuffix(".safetensors")
+        example = f"0.2 {called}@{'generated' if module.decode else 'prompt'}"
+        return f"{problem}: save them as base and select tokens, such as {example}, or use the module with a scale"
     return f"{name} is a module with other edits than vectors of layers; save those alone, or use it with a scale"
 
 

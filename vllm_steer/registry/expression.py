@@ -32,6 +32,7 @@ _TERM = re.compile(
 )
 _COUNTED: Mapping[str, Any] = {"first": lambda count: [[0, count]], "after": lambda count: [[count, None]]}
 """Parts with a number: generated tokens up to it, and from it on."""
+_SIGN_IN_NAME = re.compile(r"(?<![\w.@:-])[A-Za-z][\w.@:-]*(?:\+|-[\d.])")
 _EXAMPLE = "0.7 calm@answer - 0.3 formal + ablate refusal when suspicion > 0.5"
 
 
@@ -83,13 +84,14 @@ class Expression:
             problem = f"has {len(text)} characters; at most {MAX_EXPRESSION_CHARS} are read"
             raise SteeringError("expression", problem)
         terms: list[Term] = []
-        end = 0
+        start = end = 0
         while text[end:].strip():
             match = _TERM.match(text, end)
             if match is None or (terms and not match["sign"]):
-                raise SteeringError("expression", f"cannot be read from {shown(text[end:])} on; write it as {_EXAMPLE}")
+                problem = f"cannot be read from {shown(text[end:])} on{_misspelt(text[start:], text[end:])}"
+                raise SteeringError("expression", f"{problem}; write it as {_EXAMPLE}")
             terms.append(_term(match))
-            end = match.end()
+            start, end = end, match.end()
         if not terms:
             raise SteeringError("expression", f"is empty; write it as {_EXAMPLE}")
         return cls(tuple(terms))
@@ -135,6 +137,13 @@ class Expression:
                     remedy = f'give it in the provenance as "stream": {{"{layer}": ...}}, or use edits with a strength'
                     raise SteeringError("expression", f"{problem} {layer}; {remedy}")
         return edits
+
+
+def _misspelt(term: str, rest: str) -> str:
+    """Return what is probably wrong in ``rest``, or in the last term before it, with which ``term`` begins."""
+    if "*" in rest:
+        return ": write a number and a name with a space between them, without *"
+    return ": a plus or minus needs a space before it" if _SIGN_IN_NAME.search(term) else ""
 
 
 def _number(value: float) -> str:

@@ -138,7 +138,9 @@ def test_doses_of_modules() -> None:
         made = edit(module, dose=0.5, tokens="prompt")
         np.testing.assert_allclose(made.strength * made.vector, added, rtol=1e-6)
         assert made.tokens.to_wire() == "prompt"
-    np.testing.assert_allclose(edit("calm", strength=3).vector * 3, 3 * 2 * vector, rtol=1e-6)
+    live = edit("calm", strength=3, live="mood")
+    np.testing.assert_allclose(live.vector * live.strength, 3 * 2 * vector, rtol=1e-6)
+    assert live.live == "mood"
     assert np.array_equal(edit("calm/joy", layers=0).vector, vector)
     for module, changes, field, problem in (
         ("calm", {"layers": 2}, "dose", "the vector of post_block[2] does not tell; use a vector of a file made with"),
