@@ -115,6 +115,21 @@ def test_refused(llm: Any, request_id: str, strengths: dict[str, float], field: 
     finish(engine)
 
 
+def test_changes_that_overflow_together(llm: Any) -> None:
+    """Catches rows of NaN after two changes, and a change that is refused for a strength that is 0 by now."""
+    engine, edits = llm.llm_engine, [add(layer=1, live="a"), add(layer=2, live="b")]
+    most = 1.5e19 / float(np.linalg.norm(edits[0].vector))
+    engine.add_request("one", prompt(1, 2, 3), params(3, steering=edits))
+    llm.set_strength("one", a=most)
+    with pytest.raises(SteeringError, match=r"2 edits of one token may add a norm of 3e\+19") as refused:
+        llm.set_strength("one", b=most)
+    assert refused.value.field == "b"
+    llm.set_strength("one", a=0.0)
+    llm.set_strength("one", b=most)
+    llm.set_strength("one", b=0.0)
+    finish(engine)
+
+
 def live_ids(engine: Any, request_id: str) -> list[str]:
     """Return the engine's ids of the live strengths of a running request."""
     return [each.live_id for each in samples_of(engine.output_processor, request_id)]

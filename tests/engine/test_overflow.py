@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,9 +21,14 @@ from vllm_steer.engine.edited_blocks import EditedBlocks
 
 
 def beyond(width: int = HIDDEN) -> dict[str, Any]:
-    """Return edits that are not refused, because each one only doubles the row; together, they make it infinite."""
+    """Return edits that together make a row infinite; requests with them are made :func:`unchecked`."""
     edit = {"kind": "add_normed", "point": "post_block", "layers": 0, "vector": np.ones(width), "strength": 1.0}
     return {"steering": [edit] * 160}
+
+
+def unchecked() -> Any:
+    """Return a context in which edits that overflow are not refused, as if the model's own rows did."""
+    return patch("vllm_steer.engine.capabilities.check_overflow")
 
 
 FEW: dict[str, Any] = {"block_size": 32, "max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 8}
@@ -58,7 +64,8 @@ def outputs_around_overflow(llm: Any) -> tuple[list[Any], list[Any]]:
     """Return outputs of plain requests before and after requests with non-finite keys and values used all blocks."""
     llm.reset_prefix_cache()
     first = run(llm, prompts(1), [params()] * 3)
-    spoilt = run(llm, prompts(2, 6), [params(**beyond())] * 6)
+    with unchecked():
+        spoilt = run(llm, prompts(2, 6), [params(**beyond())] * 6)
     assert all(not np.isfinite(logprobs_of(each)).any() for each in spoilt)
     llm.reset_prefix_cache()
     return first, run(llm, prompts(1), [params()] * 3)
@@ -82,7 +89,8 @@ def test_neighbours_in_the_batch_are_unaffected(crowded: Any) -> None:
     alone = run(crowded, prompts(1), [params()] * 3)
     crowded.reset_prefix_cache()
     wanted = [params(), params(**beyond()), params(), params()]
-    beside = run(crowded, [*prompts(1)[:1], *prompts(2, 1), *prompts(1)[1:]], wanted)
+    with unchecked():
+        beside = run(crowded, [*prompts(1)[:1], *prompts(2, 1), *prompts(1)[1:]], wanted)
     for before, after in zip(alone, [beside[0], *beside[2:]], strict=True):
         np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=1e-3)
 

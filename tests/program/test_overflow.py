@@ -21,7 +21,7 @@ from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.program import Program, compile_program
 from vllm_steer.program.bind import bind_names
 from vllm_steer.program.feature import FeatureVectors, SaeSite
-from vllm_steer.program.overflow import check_overflow
+from vllm_steer.program.overflow import _norm_of_step, check_overflow
 from vllm_steer.request.readout import parse_readouts
 
 AT: dict[str, Any] = {"point": "post_block", "layers": 1}
@@ -144,27 +144,97 @@ def test_live_strengths() -> None:
     ("given", "refused"),
     [
         ([{"kind": "add", "strength": 1.5e19}], None),
-        ([{"kind": "add", "strength": 1.5e19}] * 2, "edits add a norm of 3e.19"),
-        ([{"kind": "add", "strength": 1.5e19, "layers": [1, 2]}], "edits add a norm of 3e.19"),
-        ([{"kind": "add", "strength": 1.5e19, "layers": "all"}], "edits add a norm of 6e.19"),
-        ([{"kind": "clamp", "low": 1.5e19}, {"kind": "add", "strength": 4e18}], "edits add a norm of 1.9e.19"),
+        ([{"kind": "add", "strength": 1.5e19}] * 2, "may add a norm of 3e.19"),
+        ([{"kind": "add", "strength": 1.5e19, "layers": [1, 2]}], "may add a norm of 3e.19"),
+        ([{"kind": "add", "strength": 1.5e19, "layers": "all"}], "may add a norm of 6e.19"),
+        ([{"kind": "clamp", "low": 1.5e19}, {"kind": "add", "strength": 4e18}], "may add a norm of 1.9e.19"),
         ([{"kind": "ablate", "strength": 1e5}], None),
         ([{"kind": "ablate", "strength": 1e3, "layers": [0, 1, 2, 3]}], None),
-        ([{"kind": "ablate", "strength": -1e4, "layers": [0, 1, 2, 3]}], r"by a factor of up to 2\^53"),
-        ([{"kind": "ablate", "strength": -1e4, "layers": "all"}], r"by a factor of up to 2\^53"),
+        ([{"kind": "ablate", "strength": -1e4, "layers": [0, 1, 2, 3]}], r"by a factor of 2\^53"),
+        ([{"kind": "ablate", "strength": -1e4, "layers": "all"}], r"by a factor of 2\^53"),
         ([{"kind": "ablate", "strength": 1.0, "layers": "all"}] * 40, None),
-        ([{"kind": "add_normed", "strength": 1.0, "layers": [0, 1, 2, 3]}] * 40, None),
-        ([{"kind": "add_normed", "strength": 1e10}] * 2, r"by a factor of up to 2\^66"),
-        ([{"kind": "add_normed", "strength": 1e30}], r"by a factor of up to 2\^100"),
-        ([{"kind": "replace", "strength": 1e13}], r"by a factor of up to 2\^43"),
+        ([{"kind": "add_normed", "strength": 1.0, "layers": "all"}] * 9, None),
+        ([{"kind": "add_normed", "strength": 1.0, "layers": "all"}] * 10, r"10 edits of one token may .* 2\^40.0"),
+        ([{"kind": "add_normed", "strength": 1100.0, "layers": "all"}], "at 4 layers, use a strength below 1.02e.03"),
+        ([{"kind": "ablate", "strength": -1.0, "point": "attn_out", "layers": "all"}] * 39, None),
+        ([{"kind": "ablate", "strength": -1.0, "point": "attn_out", "layers": "all"}] * 40, r"2\^40"),
+        ([{"kind": "add", "strength": 1e17}, {"kind": "add_normed", "strength": 1e3}], r"to a norm of up to 2\^66"),
+        ([{"kind": "add", "strength": 1e9, "point": "mlp_in"}], None),
+        ([{"kind": "add", "strength": 1.1e9, "point": "mlp_in"}], "norms must stay below 1.0737e.09"),
+        ([{"kind": "ablate", "strength": -1e5, "point": "mlp_in"}], "norms must stay below 1.0737e.09"),
+        ([{"kind": "add_normed", "strength": 1e10}] * 2, r"by a factor of 2\^66"),
+        ([{"kind": "add_normed", "strength": 1e30}], r"by a factor of 2\^99.7, .*; use a strength below 1.1e.12"),
+        ([{"kind": "replace", "strength": 1e13}], r"by a factor of 2\^43"),
     ],
 )
 def test_edits_together(given: list[dict[str, Any]], refused: str | None) -> None:
     """Catches edits that make rows infinite only together or with the row, and sums of usual ones that are refused."""
     edits = [Edit(**{"vector": np.eye(HIDDEN)[0], **AT, **each}) for each in given]
     program = compile_program(edits, edit_paths=[f"steering[{i}]" for i in range(len(edits))])
-    with nullcontext() if refused is None else pytest.raises(SteeringError, match=rf"^steering\[0\]: .* {refused}"):
-        check(program, "bfloat16")
+    with nullcontext() if refused is None else pytest.raises(SteeringError, match=rf"^steering\[[01]\]: .*{refused}"):
+        check_overflow(program, "bfloat16", 4)
+
+
+HALF: dict[str, Any] = {"kind": "add_normed", "vector": np.eye(HIDDEN)[0], "strength": 2.0**25, **AT}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "refused"),
+    [
+        (("all", [3]), True),
+        (("prompt", "generated"), False),
+        (("prompt", [3]), True),
+        (("generated", [3]), True),
+        (("last_prompt", [3]), True),
+        (("last_prompt", "generated"), False),
+        (("last_prompt", {"generated": [0]}), False),
+        (([3], [4]), False),
+        (([[0, 4]], [[4, None]]), False),
+        (([[0, 5]], [[4, None]]), True),
+        (([[4, None]], [[0, 5]]), True),
+        (([3, 9], [4, 9]), True),
+        (([3], {"generated": [3]}), True),
+        (([-2], [-1]), False),
+        (([[-2, None]], [-1]), True),
+        (([[-2, None]], {"generated": [7]}), True),
+        (([-2], {"generated": [7]}), False),
+        (([[2, -1]], [0]), False),
+        (([[2, -1]], [7]), True),
+        (([[-4, 6]], [3]), True),
+        (({"generated": [[0, 4]]}, {"generated": [[4, None]]}), False),
+        (({"generated": [[0, 5]]}, {"generated": [[4, None]]}), True),
+        (("user", "generated"), False),
+        (("assistant", "generated"), True),
+        (("thinking", "prompt"), False),
+        (("thinking", "answer"), True),
+    ],
+)
+def test_edits_of_other_tokens(tokens: tuple[Any, Any], refused: bool) -> None:
+    """Catches edits that are refused although no token has both, and edits of one token that are not."""
+    edits = [Edit(tokens=each, **HALF) for each in tokens]
+    program = compile_program(edits, edit_paths=["steering[0]", "steering[1]"])
+    with pytest.raises(SteeringError, match="2 edits of one token") if refused else nullcontext():
+        check_overflow(program, "float32", 4)
+
+
+def test_one_edit_per_token() -> None:
+    """Catches a schedule of strengths, one edit per token, that counts as if one token had all of them."""
+    paths = [f"steering[{i}]" for i in range(34)]
+    check_overflow(compile_program([Edit(tokens=[i], **HALF) for i in range(34)], edit_paths=paths), "float32", 4)
+    one = [Edit(tokens=[i, 40], **HALF) for i in range(34)]
+    with pytest.raises(SteeringError, match=r"34 edits of one token may lengthen a row by a factor of 2\^850"):
+        check_overflow(compile_program(one, edit_paths=paths), "float32", 4)
+
+
+def test_growth_of_features() -> None:
+    """Catches the features of one autoencoder that are refused when they are switched off together."""
+    rng = np.random.default_rng(0)
+    for strength in (1.0, 0.5, 2.0, -1.0):
+        encoder, decoder = rng.normal(size=(2, HIDDEN))
+        step = np.eye(HIDDEN) - strength * np.outer(decoder, encoder)
+        assert _norm_of_step(strength, encoder, decoder) == pytest.approx(np.linalg.norm(step, 2))
+    unit = np.eye(HIDDEN)[0]
+    assert _norm_of_step(1.0, unit, unit) == 1.0
 
 
 def test_live_strengths_together() -> None:
@@ -176,6 +246,18 @@ def test_live_strengths_together() -> None:
     check_overflow(program, "float32", 4, {"calm": 5e18})
     with pytest.raises(SteeringError, match=r"^calm: with 9e\+18, steering\[1\]: .* add a norm of 1.9e\+19"):
         check_overflow(program, "float32", 4, {"calm": 9e18})
+
+
+def test_live_strengths_one_after_another() -> None:
+    """Catches changes that overflow only with earlier ones, and a refusal for a strength that has been set to 0."""
+    edits = [
+        Edit("add", vector=size * np.eye(HIDDEN)[0], live=name, **AT) for name, size in (("a", 1.5e19), ("b", 1.0))
+    ]
+    program = compile_program(edits, edit_paths=["steering[0]", "steering[1]"])
+    check_overflow(program, "float32", 4, {"b": 1e19}, {"a": 0.0})
+    for before in ({}, {"a": 1.0}):
+        with pytest.raises(SteeringError, match=r"^b: with 1e\+19, steering\[1\]: 2 edits .* norm of 2.5e\+19"):
+            check_overflow(program, "float32", 4, {"b": 1e19}, before)
 
 
 @pytest.mark.parametrize("probe", ["probe", "projections", "mlp"])

@@ -105,7 +105,7 @@ def _running_sample(running: Mapping[str, Any], ids: LiveSample) -> RunningSampl
 def check_strengths(
     engine: Any, request_id: str, samples: Sequence[LiveSample], strengths: Mapping[str, Any]
 ) -> tuple[list[RunningSample], dict[str, float]]:
-    """Return a request's running samples, and the checked strengths.
+    """Return a request's running samples, and the checked strengths, which count as set from now on.
 
     Args:
         engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
@@ -137,7 +137,11 @@ def check_strengths(
     if context is not None and sample.readouts is not None:
         registry, program = context.registry, sample.readouts.program
         check_magnitude(program, registry.max_norm, strengths=checked, streams_at=registry.streams_at)
-        check_overflow(program, context.capabilities.dtype, context.capabilities.num_layers, checked)
+        check_overflow(
+            program, context.capabilities.dtype, context.capabilities.num_layers, checked, sample.live_strengths
+        )
+    for each in found:
+        each.sample.live_strengths.update(checked)
     return found, checked
 
 

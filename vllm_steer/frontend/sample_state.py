@@ -92,6 +92,8 @@ class SampleState:
     """None without captures, readouts, gates and live strengths."""
     live_id: str = ""
     """The engine's id of the sample's live strengths; empty if it has none."""
+    live_strengths: dict[str, float] = field(default_factory=dict)
+    """The live strengths that have been changed."""
     listener: SampleListener | None = None
     refused_parents: list[str] | None = None
     """Gets the id of the sample's parent if the sample is refused; None if the request has no other samples."""

@@ -146,7 +146,7 @@ class Selector:
             # Images and messages can be anywhere until their positions are filled in.
             name: Any = "generated" if self.spans else self._where
             return (NAMED[_UNBOUND.get(name, name)](prompt_len),)
-        return merge_intervals(_resolved(interval, prompt_len, field) for interval in self._intervals)
+        return merge_intervals(_resolved(interval, prompt_len, field) for interval in self.listed)
 
     def beyond(self, prompt_len: int, stop: int) -> tuple[int | list[int | None], ...]:
         """Return the selected positions and ``[start, stop]`` pairs from position ``stop`` on.
@@ -189,18 +189,18 @@ class Selector:
         """Whether the same positions are selected for every length of the prompt."""
         if self.is_named or isinstance(self._where, _Generated):
             return self._where == "all"
-        return all(start >= 0 and stop > 0 for start, stop in self._intervals)
+        return all(start >= 0 and stop > 0 for start, stop in self.listed)
 
     @property
     def is_open(self) -> bool:
         """Whether the selection has no end, so that it covers as many tokens as are generated."""
         if self.is_named:
             return self._where in ("all", "generated", "assistant") or bool(self.spans)
-        return any(stop == OPEN_END for _, stop in self._intervals)
+        return any(stop == OPEN_END for _, stop in self.listed)
 
     @property
-    def _intervals(self) -> tuple[Interval, ...]:
-        """The intervals of a selector that is not named."""
+    def listed(self) -> tuple[Interval, ...]:
+        """The intervals of a selector that is not named, in the terms in which they are written."""
         if isinstance(self._where, _Generated):
             return self._where.intervals
         return () if isinstance(self._where, (str, Span)) else self._where
@@ -210,16 +210,16 @@ class Selector:
         """Number of positions selected if it is the same for every prompt, otherwise None."""
         if self.is_named:
             return 1 if self._where == "last_prompt" else None
-        absolute = [start >= 0 and 0 < stop < OPEN_END for start, stop in self._intervals]
-        relative = [start < 0 and stop <= 0 for start, stop in self._intervals]
+        absolute = [start >= 0 and 0 < stop < OPEN_END for start, stop in self.listed]
+        relative = [start < 0 and stop <= 0 for start, stop in self.listed]
         # Absolute and relative positions of one selector overlap for some prompts.
-        return sum(stop - start for start, stop in self._intervals) if all(absolute) or all(relative) else None
+        return sum(stop - start for start, stop in self.listed) if all(absolute) or all(relative) else None
 
     def keeps_order(self, prompt_len: int) -> bool:
         """Return whether all positions counted from the start of the prompt come before those counted from its end."""
         if self.is_named or isinstance(self._where, _Generated):
             return True
-        resolved = [(start < 0, *_resolved((start, stop), prompt_len, "tokens")) for start, stop in self._intervals]
+        resolved = [(start < 0, *_resolved((start, stop), prompt_len, "tokens")) for start, stop in self.listed]
         last = max((stop for relative, _, stop in resolved if not relative), default=0)
         return all(start >= last for relative, start, _ in resolved if relative)
 
@@ -228,7 +228,7 @@ class Selector:
         """The largest absolute position that is named; -1 if there is none."""
         if self.is_named:
             return -1
-        return max(max(start, stop - 1 if stop < OPEN_END else -1, -1) for start, stop in self._intervals)
+        return max(max(start, stop - 1 if stop < OPEN_END else -1, -1) for start, stop in self.listed)
 
     def to_wire(self) -> Wire:
         """Return the selector as builtins for JSON and msgpack; `from_wire` is the inverse."""
@@ -236,7 +236,7 @@ class Selector:
             return self._where
         if isinstance(self._where, Span):
             return self._where.to_wire()
-        items = [item for interval in self._intervals for item in _written(interval)]
+        items = [item for interval in self.listed for item in _written(interval)]
         return {"generated": items} if isinstance(self._where, _Generated) else items
 
     @classmethod
