@@ -97,6 +97,13 @@ def test_more_tokens_than_the_engine_reports_are_refused() -> None:
     assert [most_reference(1000, limit) for limit in (-1, 20, 500)] == [128, 20, 128] and most_reference(8, 20) == 8
 
 
+def test_too_much_noise_is_refused_at_its_field() -> None:
+    """Catches a refusal of the edit that the noise becomes, a field that the client has not sent."""
+    study(**{**NOISY, "noise": 1e6}, subject="red")
+    with pytest.raises(SteeringError, match=r"noise: must be at most 1e.06 deviations, not 1e.38"):
+        study(**{**NOISY, "noise": 1e38}, subject="red")
+
+
 @pytest.mark.parametrize(("rows", "problem"), [([0], "zero"), ([1, 1], "rank 1")])
 def test_a_bad_subspace_is_refused_once(rows: list[int], problem: str) -> None:
     """Catches directions that make every cell fail."""

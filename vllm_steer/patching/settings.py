@@ -24,6 +24,8 @@ DIRECTIONS: tuple[Direction, ...] = ("denoising", "noising")
 """Directions that can be chosen; studies with ``ablate`` have only one."""
 NOISE_DRAWS = 10
 """Default number of draws of the noise."""
+MAX_NOISE = 1e6
+"""Largest standard deviation of the noise, in deviations of the embeddings."""
 MAX_DRAWS = 1000
 
 
@@ -91,6 +93,8 @@ def read_corruption(
     sigma = read_number(noise, "noise")
     if sigma <= 0:
         raise SteeringError("noise", f"must be positive, not {sigma:g}")
+    if sigma > MAX_NOISE:
+        raise SteeringError("noise", f"must be at most {MAX_NOISE:g} deviations, not {sigma:g}; 3 is usual")
     count = NOISE_DRAWS if draws is None else int(draws)
     return Corruption(noise=sigma, subject=subject, draws=count, seed=int(seed))
 
