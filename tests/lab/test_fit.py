@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_steer import SteeringError
 from vllm_steer.lab.activations import Activations, Pool, pool_rows
@@ -183,28 +184,48 @@ def test_edits_and_readouts_of_a_direction() -> None:
         Direction("post_block", 2, unit, 8.0).probe()
 
 
+WELL = 'Begin these texts with another word, such as "Well, ", or use pool last, or positions='
+LEAVE = '[[2, None]] (in a command, --positions "[[2, null]]")'
+
+
 @pytest.mark.parametrize(
     ("pool", "long", "others", "warned"),
     [("mean", 50.0, 1.0, True), ("last", 50.0, 1.0, False), ("mean", 2.0, 1.0, False), ("mean", 50.0, 0.0, False)],
 )
-@pytest.mark.parametrize(("row", "number"), [(0, 4), (1, 1)])
+@pytest.mark.parametrize(
+    ("token", "number", "named", "remedy"),
+    [
+        (1, 7, "'t0' (token 1, 50 times), 't1' (token 1, .*, 't4' (token 1, 50 times), and 2 more. ", WELL + LEAVE),
+        (1, 1, "'a text of ma...than is shown' (token 1, 50 times). ", WELL + LEAVE),
+        (2, 2, "'last' (token 2, 50 times), 'a text .*. ", f"{WELL}[[3, None]]"),
+        (0, 1, "'a text .*. ", 'Use positions=[[1, None]] (in a command, --positions "[[1, null]]"), or pool last'),
+        (4, 1, "'a text .*. ", "Change these texts, or use pool last"),
+    ],
+)
 def test_long_rows_that_dominate_a_mean_are_told(
-    pool: Pool, long: float, others: float, warned: bool, row: int, number: int
+    pool: Pool, long: float, others: float, warned: bool, token: int, number: int, named: str, remedy: str
 ) -> None:
     """Catches a long row of a second token or of one text that is not told, and warnings about rows without use."""
-    texts: Any = []
-    for text in range(4):
+    captured: Any = []
+    first = min(token, 1)
+    for text in range(7):
         rows = np.full((6, HIDDEN), others, np.float32)
-        rows[row] = long if text >= 4 - number else others
-        texts.append(SimpleNamespace(numpy=lambda point, layer, rows=rows: rows))
+        rows[token - first] = long if text >= 7 - number else others
+        captured.append(
+            SimpleNamespace(
+                numpy=lambda point, layer, rows=rows: rows, positions=lambda *site: torch.arange(first, first + 6)
+            )
+        )
+    texts: list[Any] = [f"t{i}" for i in range(5)]
+    texts += [[{"role": "user", "content": "last"}], "a text of many more letters than is shown"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pool_rows(texts, "m", "post_block", [3], pool)
+        pool_rows(captured, texts, "m", "post_block", [3], pool)
     assert all(each.filename == __file__ for each in caught), "the line of the caller"
     messages = [str(each.message) for each in caught]
     assert len(messages) == warned
-    told = f"at layer 3, {number} of 4 texts .* 50 times, is row {row} of the selected tokens of text {4 - number}"
-    assert all(re.match(told, each) for each in messages)
+    told = "".join(re.escape(part) if part != ".*" else part for part in re.split(r"(\.\*)", named + remedy))
+    assert all(re.match(f"at layer 3, {number} of 7 texts .* from 0: {told}", each) for each in messages)
 
 
 def test_a_missing_layer_and_the_repr_name_the_layers() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.tiny import LAYERS, VOCAB
 from vllm_steer import SteeringError
 from vllm_steer.cli import lab as commands
 from vllm_steer.cli.main import app
-from vllm_steer.lab import make
+from vllm_steer.lab import activations, make
 from vllm_steer.registry.vector_files import read_vector_file
 
 RANDOM = np.random.default_rng(5)
@@ -107,6 +108,13 @@ def test_the_command_writes_what_python_makes(llm: Any, tmp_path: Path, monkeypa
     done = CliRunner().invoke(app, [*command, "--best"])
     assert done.exit_code == 0 and f"best layer {expected.best}" in done.output
     assert [edit.layers for edit in read_vector_file(out)[0].base] == [(expected.best,)]
+    monkeypatch.setattr(activations, "_OUTLIER", 1.0)
+    done = CliRunner().invoke(app, [*command, "--pool", "mean", "--positions", "[[1, 3]]"])
+    before, _, warned = done.output.partition("warning: at layer ")
+    assert done.exit_code == 0 and f"best layer {expected.best}" not in warned and "best layer" in before
+    assert "\nwarning: at layer " in done.stderr and "(in a command, --positions " in done.stderr
+    positions = re.search(r"--positions \"(.*)\"\)", done.stderr)
+    assert positions is not None and commands.read_positions(positions[1]) == {"positions": [[3, None]]}
 
 
 @pytest.mark.parametrize(

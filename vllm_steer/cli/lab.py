@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_steer.cli.engine import start_engine, start_engines
-from vllm_steer.cli.output import check_image, check_outputs, failing_on, print_table
+from vllm_steer.cli.output import check_image, check_outputs, failing_on, print_table, warning_last
 from vllm_steer.errors import SteeringError
 
 MODEL_HELP = "The model, a name or a folder. Options of vLLM's engine may follow."
@@ -28,6 +28,7 @@ Ray = Annotated[bool, typer.Option("--ray", help='Run on a Ray cluster, as in th
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
 
 
+@warning_last()
 def make(
     context: typer.Context,
     method: Annotated[str, typer.Argument(metavar="METHOD", help="mean, pca or probe.")],
@@ -104,6 +105,7 @@ def read_layer_range(text: str) -> Any:
         raise SteeringError("layers", f"{text!r} is not 12, 8,12, 8:24, 8:24:4 or all") from None
 
 
+@warning_last()
 def dose(
     context: typer.Context,
     vectors: Annotated[Path, typer.Argument(metavar="VECTORS", help="A file of vectors in any format.")],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,20 @@ def failing_on(*errors: type[Exception]) -> Iterator[None]:
         raise
     except errors as error:
         raise fail(error) from None
+
+
+@contextmanager
+def warning_last() -> Iterator[None]:
+    """Print the warnings of the block, or of a decorated command, to stderr at its end."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            yield
+    finally:
+        for each in caught:
+            if issubclass(each.category, RuntimeWarning):
+                typer.echo(f"warning: {each.message}", err=True)
+            else:
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
 def check_image(path: Path) -> None:

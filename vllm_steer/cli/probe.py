@@ -10,7 +10,7 @@ import typer
 
 from vllm_steer.cli.engine import ENGINE_CONTEXT, start_engine
 from vllm_steer.cli.lab import MODEL_HELP, Layers, Model, Point, Pool, Positions, Seed, read_collection
-from vllm_steer.cli.output import check_outputs, failing_on, group, print_table
+from vllm_steer.cli.output import check_outputs, failing_on, group, print_table, warning_last
 from vllm_steer.errors import SteeringError
 
 app = group("Train probes on labelled texts, and check them on others.")
@@ -24,6 +24,7 @@ _FalsePositives = Annotated[
 
 
 @app.command(context_settings=ENGINE_CONTEXT)
+@warning_last()
 def train(
     context: typer.Context,
     examples: _Examples,

@@ -31,6 +31,10 @@ Pool = Literal["mean", "last"]
 POOLS: tuple[Pool, ...] = ("mean", "last")
 _OUTLIER = 10.0
 """Length of a row, in median lengths, from which it dominates the mean of a text's rows."""
+_NAMED = 5
+"""Most texts that a warning names."""
+_BEGINNING = 3
+"""Last token that the beginning of a text has, where rows are long for other reasons than the text's content."""
 
 
 def describe_tokens(positions: Any, pool: Pool) -> dict[str, str]:
@@ -81,8 +85,8 @@ def collect(
     read_choice(pool, POOLS, "pool")
     read = TextRows(llm, texts, point=point, layers=layers, positions=positions, dtype="float32", answer=answer)
     with closing(read.stream(range(len(read)))) as captured:
-        shown = track(captured, "texts", len(read), console=Console(stderr=True), disable=not use_tqdm)
-        return pool_rows(shown, read.facts.model, read.point, read.layers, pool, max(read.sizes))
+        progress = track(captured, "texts", len(read), console=Console(stderr=True), disable=not use_tqdm)
+        return pool_rows(progress, texts, read.facts.model, read.point, read.layers, pool, max(read.sizes))
 
 
 def read_stored(
@@ -126,41 +130,75 @@ def read_stored(
             problem = f"{folder} has the rows of {len(tags)} texts, which are not these {len(texts)} in this order"
             problem += "; give the examples that were harvested, or harvest these"
         raise SteeringError("rows", problem)
-    return pool_rows((captures[i] for i in wanted), found.model, name, numbers, pool), found.positions
+    chosen = [texts[i] for i in wanted]
+    return pool_rows((captures[i] for i in wanted), chosen, found.model, name, numbers, pool), found.positions
 
 
-def _warn_of_outliers(lengths: Mapping[int, Sequence[Array]], streams: Mapping[int, float]) -> None:
-    """Warn if some texts have a row that is so long that it dominates the mean of the text's rows."""
-    longest = {layer: np.array([each.max() for each in texts]) for layer, texts in lengths.items()}
-    numbers = {
-        layer: int((most > _OUTLIER * streams[layer]).sum()) for layer, most in longest.items() if streams[layer]
-    }
+def _warn_of_outliers(
+    texts: Sequence[Text], tokens: Sequence[Array], lengths: Mapping[int, Sequence[Array]], streams: Mapping[int, float]
+) -> None:
+    """Warn if some texts have a row that is so long that it dominates the mean of the text's rows.
+
+    ``tokens`` and ``lengths`` have the number of the token and the length of each row.
+    """
+    times = {layer: [each / streams[layer] for each in rows] for layer, rows in lengths.items() if streams[layer]}
+    most = {layer: np.array([each.max() for each in rows]) for layer, rows in times.items()}
+    numbers = {layer: int((each > _OUTLIER).sum()) for layer, each in most.items()}
     if not any(numbers.values()):
         return
-    layer = max(numbers, key=lambda each: (numbers[each], longest[each].max() / streams[each]))
-    text = int(longest[layer].argmax())
-    times, row = longest[layer][text] / streams[layer], int(lengths[layer][text].argmax())
+    layer = max(numbers, key=lambda each: (numbers[each], most[each].max()))
+    concerned = np.flatnonzero(most[layer] > _OUTLIER)
+    named = [
+        f"{_quoted(texts[i])} (token {tokens[i][times[layer][i].argmax()]}, {most[layer][i]:.0f} times)"
+        for i in concerned[:_NAMED]
+    ]
+    if len(concerned) > _NAMED:
+        named.append(f"and {len(concerned) - _NAMED} more")
+    found = np.concatenate([tokens[i][times[layer][i] > _OUTLIER] for i in concerned])
     warn_caller(
-        f"at layer {layer}, {numbers[layer]} of {len(longest[layer])} texts have rows that are more than "
-        f"{_OUTLIER:.0f} times as long as the median row and dominate the text's mean; the longest, {times:.0f} times, "
-        f"is row {row} of the selected tokens of text {text}. Rows of the first tokens are often so long: "
-        "leave them out with positions, which without a value leave out the first, change these texts, or use pool last"
+        f"at layer {layer}, {len(concerned)} of {len(texts)} texts have a row that is more than {_OUTLIER:.0f} times "
+        f"as long as the median row and dominates the text's mean. The longest, with the token's number from 0: "
+        f"{', '.join(named)}. {_remedies(int(found.min()), int(found.max()))}"
     )
 
 
+def _quoted(text: Text) -> str:
+    """Return a text, the last message of a conversation or token ids, shortened."""
+    last = text[-1]
+    return shown(last.get("content") if isinstance(last, dict) else text)
+
+
+def _remedies(first: int, last: int) -> str:
+    """Return what to do about long rows, of which the first and the last have these tokens."""
+    if last > _BEGINNING:
+        return "Change these texts, or use pool last"
+    leave = f'positions=[[{last + 1}, None]] (in a command, --positions "[[{last + 1}, null]]")'
+    if first == 0:
+        return f"Use {leave}, or pool last"
+    return f'Begin these texts with another word, such as "Well, ", or use pool last, or {leave}'
+
+
 def pool_rows(
-    texts: Iterable[RowAccess], model: str, point: PointName, layers: Sequence[int], pool: Pool, longest: int = 0
+    captured: Iterable[RowAccess],
+    texts: Sequence[Text],
+    model: str,
+    point: PointName,
+    layers: Sequence[int],
+    pool: Pool,
+    longest: int = 0,
 ) -> Activations:
-    """Return the activations of captured texts."""
+    """Return the activations of texts from their captured rows."""
     pooled: dict[int, list[Array]] = {layer: [] for layer in layers}
     lengths: dict[int, list[Array]] = {layer: [] for layer in layers}
-    for text in texts:
+    tokens: list[Array] = []
+    for each in captured:
+        tokens.append(each.positions(point, layers[0]).numpy())
         for layer in layers:
-            array = text.numpy(point, layer).astype(np.float32, copy=False)
+            array = each.numpy(point, layer).astype(np.float32, copy=False)
             pooled[layer].append(array[-1] if pool == "last" else array.mean(0))
             lengths[layer].append(np.linalg.norm(array, axis=1))
-    rows = {layer: np.stack(each) for layer, each in pooled.items()}
-    streams = {layer: float(np.median(np.concatenate(each))) for layer, each in lengths.items()}
+    rows = {layer: np.stack(arrays) for layer, arrays in pooled.items()}
+    streams = {layer: float(np.median(np.concatenate(arrays))) for layer, arrays in lengths.items()}
     if pool == "mean":
-        _warn_of_outliers(lengths, streams)
+        _warn_of_outliers(texts, tokens, lengths, streams)
     return Activations(model, point, rows, streams, longest)
