@@ -66,6 +66,25 @@ def test_readouts_equal_products_of_rows(llm: Any) -> None:
     assert_readouts(llm)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e18])
+def test_a_cosine_does_not_depend_on_the_length_of_the_weights(llm: Any, scale: float) -> None:
+    """Catches a cosine of 0 because the norm of small weights underflows, and a product with a unit vector."""
+    llm.steering.register("scaled", probes={"w": (scale * PROBE).tolist()})
+    site = {"point": "post_block", "layer": 2, "positions": "all"}
+    probes: dict[str, Any] = {"one": PROBE, "other": scale * PROBE, "named": "scaled/w"}
+    read = {f"cosine-{name}": {"probe": each, "cosine": True, **site} for name, each in probes.items()}
+    read |= {name: {"probe": each, **site} for name, each in probes.items()}
+    wanted = [params(4, readouts=each) for each in (read, {"one": read["one"]})]
+    found, alone = (run(llm, PROMPTS[:1], [each])[0].outputs[0].readouts for each in wanted)
+    llm.steering.delete("scaled")
+    cosine = found["cosine-one"].values
+    assert np.abs(cosine).max() > 0.01
+    for name in ("other", "named"):
+        np.testing.assert_allclose(found[f"cosine-{name}"].values, cosine, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found[name].values, scale * found["one"].values, rtol=1e-4, atol=1e-5 * scale)
+    np.testing.assert_array_equal(found["one"].values, alone["one"].values)
+
+
 def test_comparison_detects_shifted_tokens(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the records of the tokens shifted by one, the comparison must fail."""
     real = RecordCopy.start_copy

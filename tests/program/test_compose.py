@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from tests.registry.modules import CAPABILITIES
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program, join, resolve, scaled, with_source
-from vllm_steer.request import CaptureSpec, Edit
+from vllm_steer.program.bind import bind_names
+from vllm_steer.request import CaptureSpec, Edit, parse_readouts
+from vllm_steer.request.probe import Probe
 
 
 def edit(seed: int, strength: float = 1.0, **changes: Any) -> Edit:
@@ -85,3 +88,21 @@ def test_sources_follow_their_edits_and_reads() -> None:
     with pytest.raises(SteeringError) as raised:
         resolve(late, 3, 8)
     assert raised.value.field == "steering[1].tokens"
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-22, 1.0, 1e18])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_cosine_has_a_unit_vector_of_its_own(scale: float, named: bool) -> None:
+    """Catches weights whose norm underflows on the device, and a unit vector in a product or an edit of the weights."""
+    weights = (scale * np.random.default_rng(1).standard_normal(4)).astype("f4")
+    fields = {"probe": "module/p" if named else weights, "point": "post_block", "layer": 1}
+    readouts = parse_readouts({"cosine": {**fields, "cosine": True}, "product": fields})
+    names: Any = SimpleNamespace(probe=lambda *_: Probe(weights=weights))
+    program = bind_names(compile_program([edit(0, vector=weights)], readouts=readouts), names)
+    wide = weights.astype(np.float64)
+    unit = (wide / (np.linalg.norm(wide) or 1.0)).astype("f4")
+    joined = join([compile_program([edit(1)]), program])
+    for each in (program, Program.from_bytes(program.to_bytes()), joined):
+        used = (*each.readouts, each.edits[-1])
+        for part, expected in zip(used, (unit, weights, weights), strict=True):
+            np.testing.assert_array_equal(each.vector(part.vectors[0]), expected)

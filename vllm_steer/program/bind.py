@@ -30,6 +30,7 @@ from vllm_steer.request.message_parts import IMAGE, PROMPT_PARTS
 from vllm_steer.request.probe import NO_COSINE, TOO_LATE, HiddenLayer, Probe
 from vllm_steer.request.readout import SAE_PREFIX
 from vllm_steer.request.selector import OPEN_END, Wire
+from vllm_steer.request.vector import unit_vector
 
 
 class Names(Protocol):
@@ -138,7 +139,7 @@ def _bind_probe(readout: CompiledReadout, names: Names, vectors: VectorTable, so
             raise SteeringError(f"{source}.cosine", NO_COSINE)
         mlp, weights = compile_mlp(probe.weights), vectors.add_directions(probe.weights.weights, field)
     else:
-        weights = (vectors.add(bytes_of(probe.weights), field),)
+        weights = (vectors.add(bytes_of(unit_vector(probe.weights) if readout.cosine else probe.weights), field),)
     whole = given | probe.reading | {"point": POINT_NAMES.index((given | probe.reading)["point"])}
     return msgspec.structs.replace(readout, probes=(), vectors=weights, mlp=mlp, omitted=(), **whole)
 

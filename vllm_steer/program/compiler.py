@@ -49,6 +49,7 @@ from vllm_steer.request.probe import TOO_LATE, HiddenLayer
 from vllm_steer.request.scalars import FLOAT32_MAX, closest, zero_if_underflows
 from vllm_steer.request.selector import Wire
 from vllm_steer.request.sites import Layers
+from vllm_steer.request.vector import unit_vector
 
 NO_READOUTS: Mapping[str, Readout] = MappingProxyType({})
 
@@ -150,8 +151,7 @@ def _compile_edit(edit: Edit, vectors: VectorTable, when: tuple[CompiledConditio
     feature: CompiledFeature | None = None
     low, high = -UNBOUNDED if edit.low is None else edit.low, UNBOUNDED if edit.high is None else edit.high
     if KINDS[edit.kind].needs_direction:
-        wide = vector.astype(np.float64)
-        vector = np.ascontiguousarray(wide / np.linalg.norm(wide), dtype="<f4")
+        vector = unit_vector(vector)
     if edit.subspace is not None:
         orthonormal = orthonormal_basis(edit.subspace)
         indices = vectors.add_rows(orthonormal.astype(np.float32), path)
@@ -226,6 +226,8 @@ def _compile_readout(name: str, readout: Readout, vectors: VectorTable) -> Compi
         pass
     elif isinstance(directions, NamedProjection):
         names = tuple(map(str, directions.probes))
+    elif readout.cosine:
+        indices = (vectors.add(bytes_of(unit_vector(directions.directions[0])), f"readouts.{name}.probe"),)
     else:
         indices = vectors.add_directions(directions, f"readouts.{name}.{readout.kind.name}")
     return CompiledReadout(

@@ -49,7 +49,8 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
     """Number of the largest outputs of the head that are returned, for each of ``layers``."""
     layers: tuple[int, ...] = ()
     cosine: bool = False
-    """Whether each product is divided by the norms of its factors."""
+    """Whether the product is divided by the norms of its factors. The vector has length 1 then, unless it is zero: the
+    norm of other weights can underflow or overflow float32, in which it is taken again."""
     parts: tuple[CompiledPart, ...] = ()
     """Parts of the output to which the returned tokens are restricted."""
     mlp: CompiledMlp | None = None

@@ -141,6 +141,15 @@ def bytes_of(vector: Vector) -> bytes:
     return vector.astype(_WIRE_DTYPE).tobytes()
 
 
+def unit_vector(vector: Vector) -> Vector:
+    """Return a parsed vector at length 1, or zeros as they are.
+
+    The norm is taken in float64, in which squares of float32 numbers neither underflow nor overflow.
+    """
+    wide = vector.astype(np.float64)
+    return np.ascontiguousarray(wide / (np.linalg.norm(wide) or 1.0), dtype=_WIRE_DTYPE)
+
+
 def pack_vector(vector: npt.ArrayLike) -> dict[str, object]:
     """Return the packed float32 form of a vector ``[H]``."""
     return pack_array(parse_vector(np.asarray(vector)))
