@@ -53,16 +53,22 @@ REPORT = {"num_layers": LAYERS, "hidden_size": 8, "limits": {"record_columns": 4
           "points": [{"name": "post_block", "on": True}]}  # fmt: skip
 
 WATCH = """async () => {
-  window.seen = { frames: [], tasks: [], elements: 0 };
+  window.seen = { frames: [], tasks: [], elements: 0, renders: 0 };
   const { options } = await import("./vendor/preact.js");
   options.vnode = () => { seen.elements++; };
   new PerformanceObserver((list) => seen.tasks.push(...list.getEntries().map((each) => each.duration)))
     .observe({ type: "longtask" });
-  let last = performance.now();
-  const tick = (now) => { seen.frames.push(now - last); last = now; requestAnimationFrame(tick); };
+  let last = performance.now(), made = 0;
+  const tick = (now) => {
+    seen.frames.push(now - last);
+    seen.renders += seen.elements > made;
+    [last, made] = [now, seen.elements];
+    requestAnimationFrame(tick);
+  };
   requestAnimationFrame(tick);
 }"""
-"""Begins to note the lengths of frames and of long tasks, and to count the elements that the views make."""
+"""Begins to note the lengths of frames and of long tasks, and to count the elements that the views make and the frames
+in which they make some."""
 
 
 def event(n: int, body: dict[str, Any]) -> str:
@@ -161,6 +167,7 @@ def measure(browser: Any, view: str, rate: float) -> dict[str, Any]:
         "tokens_per_second": rate,
         "tokens": shown,
         "elements": seen["elements"],
+        "renders": seen["renders"],
         "longest_frame_ms": round(max(seen["frames"])),
         "longest_task_ms": round(max(seen["tasks"], default=0)),
         "long_tasks": len(seen["tasks"]),

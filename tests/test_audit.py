@@ -58,7 +58,7 @@ class ConfirmingEngine:
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(served_model_name="tiny"),
         )
-        sample = SimpleNamespace(live_names=("calm",), live_id="live id", readouts=None)
+        sample = SimpleNamespace(live_names=("calm",), live_id="live id", live_strengths={}, readouts=None)
         state = SimpleNamespace(request_id="sample", _steering_sample=sample)
         self.output_processor = SimpleNamespace(request_states={"sample": state})
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.program import Program, compile_program
 from vllm_steer.program.bind import bind_names
 from vllm_steer.program.feature import FeatureVectors, SaeSite
-from vllm_steer.program.overflow import _norm_of_step, check_overflow
+from vllm_steer.program.overflow import _norm_of_step, _reach, check_overflow
 from vllm_steer.request.readout import parse_readouts
 
 AT: dict[str, Any] = {"point": "post_block", "layers": 1}
@@ -226,15 +227,39 @@ def test_one_edit_per_token() -> None:
         check_overflow(compile_program(one, edit_paths=paths), "float32", 4)
 
 
+def test_many_positions_count_as_one_token() -> None:
+    """Catches a check that goes through the positions of a request before their number is bounded."""
+    for count, refused in ((4096, False), (4097, True)):
+        edits = [Edit(tokens=list(range(first, 8 * count, 8)), **HALF) for first in (0, 4)]
+        program = compile_program(edits, edit_paths=["steering[0]", "steering[1]"])
+        looked = patch("vllm_steer.program.overflow._reach", side_effect=_reach)
+        with looked as reach, pytest.raises(SteeringError, match="2 edits") if refused else nullcontext():
+            check_overflow(program, "float32", 4)
+        assert reach.called is not refused
+
+
+def test_features_that_are_switched_off_together() -> None:
+    """Catches features of one autoencoder that count as if each one doubled the row."""
+    direction = np.eye(HIDDEN)[0].astype("f4")
+    names: Any = SimpleNamespace(
+        any_site=False, site=lambda *_: SaeSite(), feature=lambda *_: FeatureVectors(direction, direction)
+    )
+    edits = [Edit(kind="feature", sae="x", feature=number, set=0.0, **AT) for number in range(100)]
+    check_overflow(
+        bind_names(compile_program(edits, edit_paths=[f"steering[{i}]" for i in range(100)]), names), "float32", 4
+    )
+
+
 def test_growth_of_features() -> None:
-    """Catches the features of one autoencoder that are refused when they are switched off together."""
+    """Catches a bound below the length that a row can reach, and one above it."""
     rng = np.random.default_rng(0)
     for strength in (1.0, 0.5, 2.0, -1.0):
         encoder, decoder = rng.normal(size=(2, HIDDEN))
         step = np.eye(HIDDEN) - strength * np.outer(decoder, encoder)
         assert _norm_of_step(strength, encoder, decoder) == pytest.approx(np.linalg.norm(step, 2))
     unit = np.eye(HIDDEN)[0]
-    assert _norm_of_step(1.0, unit, unit) == 1.0
+    assert _norm_of_step(1.0, unit, unit) == _norm_of_step(2.0, 0.3 * unit, unit / 0.3) == 1.0
+    assert 1e75 < _norm_of_step(3e38, 3e38 * unit, unit) < 1e78
 
 
 def test_live_strengths_together() -> None:
@@ -246,6 +271,14 @@ def test_live_strengths_together() -> None:
     check_overflow(program, "float32", 4, {"calm": 5e18})
     with pytest.raises(SteeringError, match=r"^calm: with 9e\+18, steering\[1\]: .* add a norm of 1.9e\+19"):
         check_overflow(program, "float32", 4, {"calm": 9e18})
+
+
+def test_live_strength_that_overflows_float64() -> None:
+    """Catches an infinite growth, whose sums are not numbers, so that no token seems to have the edit."""
+    edit = Edit("add_normed", vector=np.eye(HIDDEN)[0], strength=1e10, live="calm", **AT)
+    program = compile_program([edit], edit_paths=["steering[0]"])
+    with pytest.raises(SteeringError, match=r"^calm: with 1e\+308, steering\[0\]: add_normed .* 2\^1000"):
+        check_overflow(program, "float32", 4, {"calm": 1e308})
 
 
 def test_live_strengths_one_after_another() -> None:

@@ -188,10 +188,13 @@ def test_axe_finds_no_violation_and_phones_show_all(scheme: str, opened: Opened,
 
 @pytest.mark.parametrize("view", ["chat", "probes", "steer"])
 def test_a_long_stream_is_rendered_once(view: str, chromium: Any) -> None:
-    """Catches a view that renders its values or tokens again for each of 2,000 events, which freezes it for seconds."""
-    found = page_frames.measure(chromium, view, 0)
+    """Catches a view that renders all of its values or tokens again in each frame, which freezes it for seconds.
+
+    A frame may render the view around them and the last group of tokens; a busy machine has more of such frames.
+    """
+    found = page_frames.measure(chromium, view, 1000)
     assert found["tokens"] == page_frames.TOKENS * (1 + (view == "steer"))
-    assert 0 < found["elements"] < 3 * found["tokens"]
+    assert 0 < found["elements"] < 3 * found["tokens"] + 400 * found["renders"]
 
 
 def test_pure_parts(opened: Opened) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusal of edits and readouts whose own numbers are too large to compute with, whatever the row."""
+"""Refusal of edits and readouts whose numbers are so large that the model cannot compute with the rows or values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import log2
+from collections.abc import Collection, Iterator, Mapping
+from math import hypot, log2, sqrt
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -12,52 +12,70 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.points import POINT_NAMES
+from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.magnitude import added_norm
 from vllm_steer.program.program import ALL_LAYERS, Program
 from vllm_steer.request.projection import TOO_LARGE, products_overflow
-from vllm_steer.request.selector import OPEN_END, Interval, Selector
+from vllm_steer.request.selector import OPEN_END, Selector, Wire
 
 _FLOAT32: Final = (2 - 2.0**-24) * 2.0**127
 _FLOAT16: Final = (2 - 2.0**-11) * 2.0**15
 """Smallest numbers that are rounded to infinity."""
-_NORM: Final = 2.0**64
-"""Smallest norm whose square overflows float32, in which models normalise rows: they become zeros or NaN."""
-_LONGEST_ROW: Final = 24.0
-"""Power of 2 below which the norms of a model's own rows are."""
-_GROWTH: Final = log2(_NORM) - _LONGEST_ROW
-"""Power of 2 by which edits may lengthen such a row."""
-_MLP_NORM: Final = 2.0**30
-"""Smallest norm at the input of an MLP that is refused: a gated MLP multiplies two projections of it."""
-_MLP_GROWTH: Final = log2(_MLP_NORM) - 14.0
-"""Power of 2 by which edits may lengthen a row there. The norm ahead of the MLP keeps rows shorter than 2^14."""
-_MLP_IN: Final = POINT_NAMES.index("mlp_in")
-_STREAM: Final = tuple(POINT_NAMES.index(name) for name in ("pre_attn", "post_attn", "post_block"))
-"""Points at which what an edit makes of a row reaches the edits of later layers."""
+_NO_INTERVAL: Final = np.empty((0, 2), np.int64)
+_EVERYWHERE: Final = np.array([[0, OPEN_END]])
+_MOST_GROWTH: Final = 1000.0
+"""Power of 2 that replaces larger ones, so that no sum of growths is infinite."""
+_MOST_ITEMS: Final = 1 << 13
+"""Positions and pairs of all edits up to which the tokens that edits share are looked for."""
+
+
+class _Bound(NamedTuple):
+    """Bound of the norm of a token's row after its edits."""
+
+    norm: float
+    """Smallest norm that is refused."""
+    own: float
+    """Norm below which the model's own rows are taken to be."""
+
+    @property
+    def power(self) -> float:
+        """Power of 2 by which edits may lengthen one of the model's own rows."""
+        return log2(self.norm / self.own)
+
+    def reached(self, size: _Size) -> float:
+        """Return the power of 2 below which a row is after edits of this size."""
+        return log2(self.own + size.added) + size.growth
+
+
+_STREAM: Final = _Bound(2.0**64, 2.0**24)
+"""The square of the norm overflows float32, in which models normalise rows: they become zeros or NaN."""
+_MLP: Final = _Bound(2.0**30, 2.0**14)
+"""A gated MLP multiplies two projections of its input. The norm ahead of it makes rows much shorter than 2^14."""
 
 
 class _Reach(NamedTuple):
-    """Where a selection may be, whatever the length of the prompt, in intervals.
+    """Intervals, ``[n, 2]``, that contain the tokens of a selection for every length of the prompt.
 
     A token of the prompt is selected only if its position from the start is in ``prompt`` or its position from the end
     is in ``from_end``; a generated token only if its position is in ``output`` or its number is in ``generated``.
     """
 
-    prompt: Sequence[Interval] = ()
-    from_end: Sequence[Interval] = ()
-    output: Sequence[Interval] = ()
-    generated: Sequence[Interval] = ()
+    prompt: npt.NDArray[np.int64] = _NO_INTERVAL
+    from_end: npt.NDArray[np.int64] = _NO_INTERVAL
+    output: npt.NDArray[np.int64] = _NO_INTERVAL
+    generated: npt.NDArray[np.int64] = _NO_INTERVAL
 
 
 class _Size(NamedTuple):
-    """What an edit may do to a row."""
+    """Bounds of the change that edits make to a row."""
 
     added: float
-    """Norm that it adds at all of its layers, ahead of its own growth at one of them."""
+    """Norm that they add at all of their layers. Each edit's part is divided by its growth at one layer, which does
+    not lengthen it."""
     growth: float
-    """Power of 2 by which it lengthens the row."""
+    """Power of 2 by which they lengthen the row."""
 
 
 def check_overflow(
@@ -67,7 +85,7 @@ def check_overflow(
     strengths: Mapping[str, float] | None = None,
     in_force: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Check that the model can compute with edits, whatever its rows are, and with readouts.
+    """Check that edits leave rows with which the model can compute, and readouts values.
 
     Edits are checked one by one, and then those together that may apply to one token.
 
@@ -95,9 +113,9 @@ def check_overflow(
         for index, edit in enumerate(program.edits)
         if edit.strength and not edit.is_pending
     }
-    _check_together(program, sizes, strengths)
-    mlp = {index: sizes[index] for index in sizes if program.edits[index].point == _MLP_IN}
-    _check_together(program, mlp, strengths, _MLP_NORM, _MLP_GROWTH)
+    _check_together(program, sizes, _STREAM, strengths)
+    at_mlp = {index: size for index, size in sizes.items() if POINT_NAMES[program.edits[index].point] == "mlp_in"}
+    _check_together(program, at_mlp, _MLP, strengths)
     if strengths is None:
         for index, readout in enumerate(program.readouts):
             if any(products_overflow(program.vector(vector)) for vector in readout.vectors):
@@ -108,69 +126,81 @@ def _size(edit: CompiledEdit, program: Program, norms: dict[int, float], factor:
     layers = num_layers if edit.layers == ALL_LAYERS else len(edit.layers)
     growth = _growth(edit, program, factor)
     added = layers * _norm(edit, program, norms, factor) * 2.0**-growth
-    # What an edit makes of a branch does not reach the branches of later layers.
-    return _Size(added, growth * (layers if edit.point in _STREAM else 1))
+    # Only an edited stream is the input of the edits of later layers.
+    return _Size(added, growth if POINT_NAMES[edit.point] in OPTIONAL_POINTS else growth * layers)
 
 
 def _check_together(
-    program: Program,
-    sizes: Mapping[int, _Size],
-    strengths: Mapping[str, float] | None,
-    norm: float = _NORM,
-    growth: float = _GROWTH,
+    program: Program, sizes: Mapping[int, _Size], bound: _Bound, strengths: Mapping[str, float] | None
 ) -> None:
-    """Check a token's row after all edits that it may have, against the power of 2 that its norm must stay below."""
+    """Check the rows of tokens after all edits that they may have."""
+    for size, met in _meetings(program, sizes, bound):
+        if bound.reached(size) >= log2(bound.norm):
+            first = max(met, key=lambda index: (_changes(program, index, strengths), sizes[index].growth, sizes[index]))
+            raise _error(program, first, strengths, _explained(program, met, size, bound))
 
-    def exceeds(added: float, grown: float) -> bool:
-        return log2(norm * 2**-growth + added) + grown >= log2(norm)
 
-    if not exceeds(sum(size.added for size in sizes.values()), sum(size.growth for size in sizes.values())):
-        return  # as if all edits had all tokens
+def _meetings(program: Program, sizes: Mapping[int, _Size], bound: _Bound) -> Iterator[tuple[_Size, Collection[int]]]:
+    """Yield edits that may meet at one token, with their size; all together if they are small or list many tokens."""
+    everything = _Size(sum(size.added for size in sizes.values()), sum(size.growth for size in sizes.values()))
+    num_items = sum(_num_items(program.edits[index].tokens) for index in sizes)
+    if bound.reached(everything) < log2(bound.norm) or num_items > _MOST_ITEMS:
+        yield everything, sizes
+        return
     reaches = {index: _reach(program.edits[index].selector) for index in sizes}
     for axes in (("prompt", "from_end"), ("output", "generated")):
-        added = [_worst(reaches, axis, {index: size.added for index, size in sizes.items()}) for axis in axes]
-        grown = [_worst(reaches, axis, {index: size.growth for index, size in sizes.items()}) for axis in axes]
-        total, power = sum(most for most, _ in added), sum(most for most, _ in grown)
-        if exceeds(total, power):
-            met = {index for _, indices in (*added, *grown) for index in indices}
-            first = max(met, key=lambda index: (_changes(program, index, strengths), sizes[index].growth, sizes[index]))
-            raise _error(program, first, strengths, _explained(program, met, total, power, norm, growth))
+        added, growth = (
+            [_worst(reaches, axis, {index: size[part] for index, size in sizes.items()}) for axis in axes]
+            for part in (0, 1)
+        )
+        met = {index for _, indices in (*added, *growth) for index in indices}
+        yield _Size(sum(most for most, _ in added), sum(most for most, _ in growth)), met
+
+
+def _num_items(tokens: Wire) -> int:
+    """Return the number of positions and pairs of a selection; 0 for names."""
+    items = tokens.get("generated", ()) if isinstance(tokens, dict) else tokens
+    return 0 if isinstance(items, str) else len(items)
 
 
 def _reach(selector: Selector) -> _Reach:
-    wire, everywhere = selector.to_wire(), ((0, OPEN_END),)
+    wire = selector.to_wire()
     if wire == "last_prompt":
-        return _Reach(from_end=((-1, 0),))
+        return _Reach(from_end=np.array([[-1, 0]]))
     if selector.is_named:
         in_prompt = wire in ("all", "prompt") or selector.is_prompt_part
-        return _Reach(everywhere if in_prompt else (), generated=everywhere if selector.is_open else ())
+        return _Reach(
+            _EVERYWHERE if in_prompt else _NO_INTERVAL, generated=_EVERYWHERE if selector.is_open else _NO_INTERVAL
+        )
+    listed = np.array(selector.listed, np.int64)
     if isinstance(wire, dict):
-        return _Reach(generated=selector.listed)
-    where = selector.listed
+        return _Reach(generated=listed)
+    start, stop = listed.T
+    is_open = stop == OPEN_END
     return _Reach(
-        [(start, stop if stop > 0 else OPEN_END) for start, stop in where if start >= 0],
-        [(start, min(stop, 0)) for start, stop in where if start < 0],
-        [(max(start, 0), stop) for start, stop in where if stop > 0 and (start >= 0 or stop < OPEN_END)],
-        everywhere if any(start < 0 and stop == OPEN_END for start, stop in where) else (),
+        np.stack([start, np.where(stop > 0, stop, OPEN_END)], 1)[start >= 0],
+        np.stack([start, np.minimum(stop, 0)], 1)[start < 0],
+        np.stack([np.maximum(start, 0), stop], 1)[(stop > 0) & ((start >= 0) | ~is_open)],
+        _EVERYWHERE if (is_open & (start < 0)).any() else _NO_INTERVAL,
     )
 
 
 def _worst(reaches: Mapping[int, _Reach], axis: str, sizes: Mapping[int, float]) -> tuple[float, list[int]]:
     """Return the largest sum of sizes at one place of an axis, and the edits that have it."""
-    each = [(first, stop, index) for index in sizes if sizes[index] for first, stop in getattr(reaches[index], axis)]
-    if not each:
+    each = {index: getattr(reaches[index], axis) for index in sizes if sizes[index]}
+    owner = np.repeat(list(each), [len(intervals) for intervals in each.values()]).astype(np.int64)
+    if not len(owner):
         return 0.0, []
-    intervals = np.array(each, dtype=np.int64)
-    size = np.array([sizes[index] for index in intervals[:, 2]])
-    places = np.concatenate([intervals[:, 1], intervals[:, 0]])  # at one place, intervals end before others begin
+    first, stop = np.concatenate(list(each.values())).T
+    size = np.array([sizes[index] for index in owner.tolist()])
+    places = np.concatenate([stop, first])  # at one place, intervals end before others begin
     order = np.argsort(places, kind="stable")
-    sums = np.cumsum(np.concatenate([-size, size])[order])
-    place = places[order][int(sums.argmax())]
-    chosen = (intervals[:, 0] <= place) & (place < intervals[:, 1])
-    return float(size[chosen].sum()), intervals[chosen, 2].tolist()
+    place = places[order][int(np.cumsum(np.concatenate([-size, size])[order]).argmax())]
+    chosen = (first <= place) & (place < stop)
+    return float(size[chosen].sum()), owner[chosen].tolist()
 
 
-def _explained(program: Program, met: set[int], added: float, power: float, norm: float, growth: float) -> str:
+def _explained(program: Program, met: Collection[int], size: _Size, bound: _Bound) -> str:
     """Return the problem of edits that overflow together, and what to do."""
     edit = program.edits[next(iter(met))]
     what = f"{len(met)} edits of one token"
@@ -178,16 +208,15 @@ def _explained(program: Program, met: set[int], added: float, power: float, norm
     if len(met) == 1:
         what = f"{KIND_OF[edit.code]} of strength {edit.strength:g} at {POINT_NAMES[edit.point]}"
         remedy = "use a smaller strength or fewer layers"
-    limit = f"norms must stay below {norm:.5g}, since their squares overflow float32 in the model"
-    if not power:
-        return f"{what} may add a norm of {added:.5g}, counting each layer; {limit}; {remedy}"
-    if len(met) == 1 and edit.point in _STREAM and KIND_OF[edit.code] == "add_normed" and not edit.live:
-        layers = round(power / log2(1 + abs(edit.strength)))
+    limit = f"norms must stay below {bound.norm:.5g}, or the model's float32 numbers overflow"
+    if not size.growth:
+        return f"{what} may add a norm of {size.added:.5g}, counting each layer; {limit}; {remedy}"
+    if len(met) == 1 and KIND_OF[edit.code] == "add_normed" and not edit.live:
+        layers = max(1, round(size.growth / log2(1 + abs(edit.strength))))
         at = f"at {layers} layers, " if layers > 1 else ""
-        remedy = f"{at}use a strength below {2 ** (growth / layers) - 1:.3g}"
-    reached = log2(norm * 2**-growth + added) + power
-    longer = f"lengthen a row by a factor of 2^{power:.1f}, counting each layer, to a norm of up to 2^{reached:.0f}"
-    return f"{what} may {longer}; {limit}; {remedy}"
+        remedy = f"{at}use a strength below {2 ** (bound.power / layers) - 1:.3g}"
+    longer = f"lengthen a row by a factor of 2^{size.growth:.1f}, counting each layer, to a norm of up to 2^"
+    return f"{what} may {longer}{bound.reached(size):.0f}; {limit}; {remedy}"
 
 
 def _changes(program: Program, index: int, strengths: Mapping[str, float] | None) -> bool:
@@ -220,19 +249,19 @@ def _growth(edit: CompiledEdit, program: Program, factor: float) -> float:
         grown = _norm_of_step(strength, encoder, decoder)
     else:
         grown = 1 + abs(strength) if kind == "add_normed" else abs(1 - strength)
-    return log2(grown) if grown > 1 else 0.0
+    return min(log2(grown), _MOST_GROWTH) if grown > 1 else 0.0
 
 
 def _norm_of_step(strength: float, encoder: npt.NDArray[np.float64], decoder: npt.NDArray[np.float64]) -> float:
     """Return the norm of the matrix that subtracts ``strength`` times the activation of a feature from a row.
 
-    It is ``I - strength * outer(decoder, encoder)``. Its square differs from the identity on the plane of both vectors
-    only, where it has the trace and the determinant below.
+    For the matrix M = ``I - strength * outer(decoder, encoder)``, M^T M - I has at most two eigenvalues other than 0.
+    They have the sum and the negative product below.
     """
-    e, d, product = float(encoder @ encoder), float(decoder @ decoder), float(encoder @ decoder)
-    trace = strength**2 * e * d - 2 * strength * product
-    determinant = strength**2 * (e * d - product**2)
-    return float(np.sqrt(1 + max(trace + np.sqrt(trace**2 + 4 * determinant), 0.0) / 2))
+    e, d, cross = float(encoder @ encoder), float(decoder @ decoder), float(encoder @ decoder)
+    total = strength**2 * e * d - 2 * strength * cross
+    product = strength**2 * max(e * d - cross**2, 0.0)
+    return sqrt(1 + max(total + hypot(total, 2 * sqrt(product)), 0.0) / 2)
 
 
 def _problem(edit: CompiledEdit, program: Program, norms: dict[int, float], factor: float, dtype: str) -> str | None:
@@ -245,9 +274,9 @@ def _problem(edit: CompiledEdit, program: Program, norms: dict[int, float], fact
     if (largest := max(strength, scale)) >= _FLOAT32:
         return f"{begin} has the factor {largest:.5g}, which overflows float32 (factors must be below {_FLOAT32:.5g})"
     norm = _norm(edit, program, norms, factor)
-    if norm >= _NORM:
+    if norm >= _STREAM.norm:
         problem = f"{begin} adds a norm of {norm:.5g}, whose square overflows float32, in which models normalise rows"
-        return f"{problem} (norms must be below {_NORM:.5g})"
+        return f"{problem} (norms must be below {_STREAM.norm:.5g})"
     if dtype == "float16" and norm >= _FLOAT16:
         largest = _largest_component(edit, program, norm if kind == "clamp" else scale)
         if largest >= _FLOAT16:
