@@ -119,6 +119,13 @@ def saved(layers: list[int]) -> Directions:
     return Directions(by_layer, "the model", "mean", {"examples": "4 texts"})
 
 
+def test_directions_are_shown_as_a_table() -> None:
+    """Catches printed directions without their numbers, or with all of their provenance."""
+    head, _, *lines = repr(saved([3, 12])).split("\n")
+    assert head == "Directions at post_block, method mean"
+    assert lines == ["    3   0.530       8         2    0.25", "   12   0.620       8         2    0.25"]
+
+
 @pytest.mark.parametrize("suffix", ["safetensors", "gguf"])
 def test_files_have_the_vectors_of_the_chosen_layers(tmp_path: Path, suffix: str) -> None:
     """Catches vectors of another layer or length, and files that do not tell how they were made."""
@@ -228,11 +235,10 @@ def test_long_rows_that_dominate_a_mean_are_told(
     assert all(re.match(f"at layer 3, {number} of 7 texts .* from 0: {told}", each) for each in messages)
 
 
-def test_a_missing_layer_and_the_repr_name_the_layers() -> None:
-    """Catches a bare number as the error, and a repr with all numbers of the vectors."""
+def test_a_missing_layer_names_the_layers() -> None:
+    """Catches a bare number as the error."""
     given = examples(20, paired=False)
     found = Directions(made(given, rows_of(given, 2.0), "mean"), "m", "mean", {})
     with pytest.raises(KeyError, match="no direction of layer 8; use one of 7"):
         found[8]
     assert found.get(8) is None and 8 not in found
-    assert len(repr(found)) < 300 and "layer=7" in repr(found)

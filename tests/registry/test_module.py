@@ -141,7 +141,10 @@ def test_parses_references_with_a_dose() -> None:
         ({"module": "calm", "dose": 1e20}, "m.dose", "between -1000 and 1000, not 1e+20"),
         ({"module": ["calm", 2], "dose": 1}, "m.module", "must be a module name"),
         ({"dose": 1}, "m.module", "is missing"),
-        ({"name": "calm", "dose": 1}, "m", "unknown key 'name'; use module, dose"),
+        ({"name": "calm", "dose": 1}, "m", "unknown key 'name'; a reference has module and dose"),
+        ({"module": "calm", "live": "x"}, "m", "unknown key 'live'; a reference has module and dose. Other fields are"),
+        ({"module": "calm", "scale": 2}, "m", 'has a scale; write it as in ["calm", 1.5]'),
+        ({"module": "calm"}, "m.dose", 'is missing; write {"module": "calm", "dose": 0.5}'),
     ):
         with pytest.raises(SteeringError) as refused:
             parse_reference(given, "m")

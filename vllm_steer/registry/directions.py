@@ -110,7 +110,7 @@ class Direction:
         return [replace(self, unit=unit) for unit in units]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Directions(Mapping[int, Direction]):
     """Directions of one hook point by layer, and how they were made.
 
@@ -136,6 +136,17 @@ class Directions(Mapping[int, Direction]):
 
     def __len__(self) -> int:
         return len(self.by_layer)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Directions at {self.point}, method {self.method or 'unknown'}",
+            "layer   auroc  stream  distance    dose",
+        ]
+        lines += [
+            f"{each.layer:5} {each.auroc:7.3f} {each.stream:7.4g} {each.distance:9.4g} {each.dose:7.3g}"
+            for each in self.values()
+        ]
+        return "\n".join(lines)
 
     @property
     def point(self) -> PointName:

@@ -10,7 +10,6 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_DOSE, MAX_REFERENCES
-from vllm_steer.request.field_types import check_keys
 from vllm_steer.request.scalars import read_dose, read_number, shown
 
 MODULES_FIELD = "steering_modules"
@@ -105,12 +104,18 @@ def parse_reference(value: object, field: str) -> Reference:
     """
     if isinstance(value, Reference):
         value = value.to_wire()
-    if isinstance(value, Mapping) and "dose" in value:
+    if isinstance(value, Mapping) and ("dose" in value or "module" in value):
         if "scale" in value or "strength" in value:
-            raise SteeringError(field, 'has a dose and a scale; give one of them, a scale as in ["calm", 1.5]')
-        check_keys(value, DosedReferenceForm.__struct_fields__, field)
-        if "module" not in value:
-            raise SteeringError(f"{field}.module", 'is missing; write {"module": "calm", "dose": 0.5}')
+            problem = (
+                "has a dose and a scale; give one of them, a scale" if "dose" in value else "has a scale; write it"
+            )
+            raise SteeringError(field, f'{problem} as in ["calm", 1.5]')
+        if unknown := [key for key in value if key not in DosedReferenceForm.__struct_fields__]:
+            example = '{"kind": "add", "vector": {"module": "calm"}, ...}'
+            problem = f"unknown key {shown(unknown[0])}; a reference has module and dose"
+            raise SteeringError(field, f"{problem}. Other fields are those of an edit in steering: {example}")
+        if missing := [key for key in DosedReferenceForm.__struct_fields__ if key not in value]:
+            raise SteeringError(f"{field}.{missing[0]}", 'is missing; write {"module": "calm", "dose": 0.5}')
         reference = _parse_unscaled(value["module"], f"{field}.module")
         if value["dose"] is None:
             raise SteeringError(f"{field}.dose", "is null; give a number, or the name alone for scale 1")
