@@ -31,12 +31,12 @@ ZEROS = np.zeros(HIDDEN, "f4")
 
 
 def largest(dtype: str) -> float:
-    return min(float(torch.finfo(getattr(torch, dtype)).max), float(np.nextafter(np.float32(2**64), np.float32(0))))
+    return 61439.0 if dtype == "float16" else 2.0**64 * (1 - 2.0**-6)
 
 
 def beyond(dtype: str) -> float:
-    """Return a number that is rounded to infinity, or whose square is, just above the largest one that is not."""
-    number = min(largest(dtype) * (1 + torch.finfo(getattr(torch, dtype)).eps), 2.0**64)
+    """Return a number that is rounded to infinity, or whose square is."""
+    number = 65520.0 if dtype == "float16" else 2.0**64
     stored = torch.tensor(number, dtype=torch.float64).to(getattr(torch, dtype))
     assert stored.float().square().isinf()
     return number
@@ -87,16 +87,15 @@ def test_factor_of_a_small_direction(form: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_subspaces(dtype: str, rows: int) -> None:
-    """Catches a component that is infinite with the strength, and one refused for its norm, which no component has."""
+    """Catches a component that is infinite with the strength."""
     subspace = np.eye(2, HIDDEN, dtype="f4")
     vector = np.zeros((rows, HIDDEN), "f4")
     fields: dict[str, Any] = {"kind": "replace", "subspace": subspace, **AT}
     if rows > 1:
         fields["tokens"] = [[0, rows]]
     for number, refused in ((largest(dtype), False), (beyond(dtype), True)):
-        # The norm overflows float16 in either case.
-        vector[-1, : 2 if dtype == "float16" else 1] = number / 4
-        edit = Edit(vector=vector if rows > 1 else vector[0], strength=4.0, **fields)
+        vector[-1, 1] = number / 2
+        edit = Edit(vector=vector if rows > 1 else vector[0], strength=2.0, **fields)
         with refusal(dtype, "replace") if refused else nullcontext():
             check(compile_program([edit], edit_paths=["steering[0]"]), dtype)
 
@@ -107,10 +106,10 @@ def test_vectors(dtype: str, kind: str, rows: int) -> None:
     """Catches an infinite row, after which a chat model answers with an empty text and without an error."""
     vectors = np.zeros((rows, HIDDEN), "f4")
     for number, refused in ((largest(dtype), False), (-beyond(dtype), True)):
-        vectors[-1, 1] = number / 4
+        vectors[-1, 1] = number / 2
         given: dict[str, Any] = {"vector": vectors, "tokens": [0, 1]} if rows > 1 else {"vector": vectors[0]}
         with refusal(dtype, kind) if refused else nullcontext():
-            edit = Edit(kind=kind, strength=4.0, **AT, **given)
+            edit = Edit(kind=kind, strength=2.0, **AT, **given)
             check(compile_program([edit], edit_paths=["steering[0]"]), dtype)
 
 
@@ -136,9 +135,10 @@ def test_live_strengths() -> None:
     """Catches a change of a live strength that makes the change of a running request infinite."""
     program = program_of(np.ones(HIDDEN), add=4.0, live="calm")
     check(program, "float16")
-    check_overflow(program, "float16", 4, {"calm": 16000.0, "other": 1e30})
-    with pytest.raises(SteeringError, match=r"^calm: with 17000, steering\[0\]: feature at post_block .* float16"):
-        check_overflow(program, "float16", 4, {"calm": 17000.0})
+    most = 61440 / (4 * HIDDEN**0.5)
+    check_overflow(program, "float16", 4, {"calm": 0.99 * most, "other": 1e30})
+    with pytest.raises(SteeringError, match=r"^calm: with .*, steering\[0\]: feature at post_block .* float16"):
+        check_overflow(program, "float16", 4, {"calm": 1.01 * most})
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,17 @@ def test_live_strengths() -> None:
         ([{"kind": "ablate", "strength": -1.0, "point": "attn_out", "layers": "all"}] * 39, None),
         ([{"kind": "ablate", "strength": -1.0, "point": "attn_out", "layers": "all"}] * 40, r"2\^40"),
         ([{"kind": "add", "strength": 1e17}, {"kind": "add_normed", "strength": 1e3}], r"to a norm of up to 2\^66"),
-        ([{"kind": "add", "strength": 1e9, "point": "mlp_in"}], None),
-        ([{"kind": "add", "strength": 1.1e9, "point": "mlp_in"}], "norms must stay below 1.0737e.09"),
-        ([{"kind": "ablate", "strength": -1e5, "point": "mlp_in"}], "norms must stay below 1.0737e.09"),
+        ([{"kind": "add", "strength": 1.6e7, "point": "mlp_in"}], None),
+        ([{"kind": "add", "strength": 1.7e7, "point": "mlp_in"}], "norms must stay below 1.6777e.07"),
+        ([{"kind": "ablate", "strength": -1e5, "point": "mlp_in"}], "norms must stay below 1.6777e.07"),
+        (
+            [{"kind": "add", "strength": 1e7, "point": "mlp_in"}, {"kind": "add_normed", "strength": 1e4}],
+            r"up to 2\^72",
+        ),
+        ([{"kind": "add", "strength": 1e7, "point": "mlp_in"}, {"kind": "add_normed", "strength": 1e1}], None),
+        ([{"kind": "add", "strength": 1e7, "point": "mlp_in", "tokens": [i]} for i in range(40)], None),
         ([{"kind": "add_normed", "strength": 1e10}] * 2, r"by a factor of 2\^66"),
-        ([{"kind": "add_normed", "strength": 1e30}], r"by a factor of 2\^99.7, .*; use a strength below 1.1e.12"),
+        ([{"kind": "add_normed", "strength": 1e30}], r"by a factor of 2\^99.7, .*; use a strength below 1.09e.12"),
         ([{"kind": "replace", "strength": 1e13}], r"by a factor of 2\^43"),
     ],
 )
@@ -174,6 +180,34 @@ def test_edits_together(given: list[dict[str, Any]], refused: str | None) -> Non
     program = compile_program(edits, edit_paths=[f"steering[{i}]" for i in range(len(edits))])
     with nullcontext() if refused is None else pytest.raises(SteeringError, match=rf"^steering\[[01]\]: .*{refused}"):
         check_overflow(program, "bfloat16", 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"kind": "add", "strength": 10000.0, "layers": [0, 1, 2, 3]}, None),
+        ({"kind": "add", "strength": 20000.0, "layers": "all"}, "may add a norm of 80000, .* below 65536"),
+        ({"kind": "add", "strength": 65000.0}, r"overflows float16 with the model's own row .*below 61440"),
+        ({"kind": "add_normed", "strength": 0.9, "layers": "all"}, None),
+        ({"kind": "add_normed", "strength": 1.1, "layers": "all"}, "at 4 layers, use a strength below 1$"),
+        ({"kind": "add", "strength": 150.0, "point": "mlp_in"}, None),
+        ({"kind": "add", "strength": 300.0, "point": "mlp_in"}, "may add a norm of 300, .* below 256"),
+    ],
+)
+def test_float16(given: dict[str, Any], refused: str | None) -> None:
+    """Catches the bounds of float32 in a model that overflows at 65504, and usual edits that are refused there."""
+    program = compile_program([Edit(**{"vector": np.eye(HIDDEN)[0], **AT, **given})], edit_paths=["steering[0]"])
+    with nullcontext() if refused is None else pytest.raises(SteeringError, match=rf"^steering\[0\]: .*{refused}"):
+        check_overflow(program, "float16", 4)
+    check_overflow(program, "bfloat16", 4)
+
+
+def test_an_edit_that_the_request_can_change_is_named() -> None:
+    """Catches a refusal at global steering, which the client of a request cannot change."""
+    edits = [Edit("add", vector=np.eye(HIDDEN)[0], strength=each, **AT) for each in (1.2e19, 1e19)]
+    program = compile_program(edits, edit_paths=["global steering", "steering[0]"])
+    with pytest.raises(SteeringError, match=r"^steering\[0\]: 2 edits of one token may add a norm of 2.2e\+19"):
+        check_overflow(program, "float32", 4)
 
 
 HALF: dict[str, Any] = {"kind": "add_normed", "vector": np.eye(HIDDEN)[0], "strength": 2.0**25, **AT}
