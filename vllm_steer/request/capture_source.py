@@ -76,8 +76,8 @@ def refuse_names(vector: object, *, takes_matrix: bool) -> None:
         raise SteeringError("vector", "refers to rows stored on a server; only replace takes stored rows")
     raise SteeringError(
         "vector",
-        "names rows or a module of a server, which only edits in `steering` of a request to it can, as plain dicts or "
-        "JSON; give the vector itself",
+        "names rows or a module of a server, which only edits in `steering` of a request over HTTP can, as plain dicts "
+        "or JSON; give the vector itself, or name the module in steering_modules",
     )
 
 

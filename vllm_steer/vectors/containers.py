@@ -109,6 +109,9 @@ def open_container(data: bytes) -> Container:
         raise
     except Exception as error:  # numpy, gguf and zlib raise errors of any class for damaged files
         raise SteeringError("file", f"is damaged: {' '.join(str(error).split())[:200] or 'truncated'}") from None
+    if data[:64].lstrip()[:1] == b"[":
+        form = '{"hookName": "blocks.10.hook_resid_post", "values": [...]}'
+        raise SteeringError("file", f"is a JSON list without a place; write {form}, or save the list as .npy")
     kinds = "is not a safetensors file, GGUF, .pt, .npy, .npz or JSON"
     raise SteeringError("file", f"{kinds}; it begins with {shown(bytes(data[:8]))}")
 

@@ -13,6 +13,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.request.scalars import is_integer, read_choice, read_integer, shown
+from vllm_steer.request.sites import read_point
 from vllm_steer.request.vector import Vector, parse_vector
 from vllm_steer.site_names import find_foreign_site, site
 from vllm_steer.vectors.containers import Container, open_container
@@ -115,7 +116,7 @@ def _choose(formats: tuple[str, ...], choice: Choice, command: str) -> str:
 def _placed(entries: list[_Entry], name: str, choice: Choice, command: str) -> list[_Entry]:
     """Return the entries with their sites; if layers are chosen, only the entries of these layers."""
     form, layers = FORMATS[name], choice.layers
-    point = None if choice.point is None else read_choice(choice.point, POINT_NAMES, "point", what="a hook point")
+    point = None if choice.point is None else read_point(choice.point, "point")
     named = {form.point} if form.point else {entry.site[0] for entry in entries if entry.site}
     _check_told(name, choice, point, named, command)
     at = form.point or point
