@@ -161,6 +161,12 @@ def test_other_fields_are_translated() -> None:
     compile_fields({name: fields[name] for name in ("steering", "decode_steering_vectors", "capture")})
 
 
+def test_a_misspelt_key_of_a_patch_is_named() -> None:
+    """Catches a refusal that lists keys, of which some are refused as well, and does not say which one is wrong."""
+    with pytest.raises(SteeringError, match=r"^patch\[0\]: unknown key 'position'; use layer, .*, alpha$"):
+        translate_fields({"patch": [{**SITE, "position": 2}]})
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [

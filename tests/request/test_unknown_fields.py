@@ -79,6 +79,8 @@ def test_fields_of_vendors_pass() -> None:
         ("activation_capture", "capture"),
         ("capture_hidden_states", "capture"),
         ("captureSpec", "capture"),
+        ("output_residual_streams", "output_residual_stream of vllm-lens"),
+        ("apply_steering_vector", "apply_steering_vectors of vllm-lens"),
     ],
 )
 def test_misspelt_names(name: str, meant: str) -> None:

@@ -61,6 +61,9 @@ FIELDS_OF_OTHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 The interfaces in ``vllm_steer/peers`` serve some of them; requests that do not pass through one are refused.
 """
 
+_LONG = tuple(name for name in FIELDS_OF_OTHERS if len(name) >= 16)
+"""Names of which a misspelt one is recognised; short ones resemble fields of vendors."""
+
 _CAPTURE_WORDS = frozenset((
     "activation", "activations", "capture", "captured", "captures", "capturing", "config", "consumer", "consumers",
     "generated", "hidden", "hook", "hooks", "layer", "layers", "memory", "output", "outputs", "param", "params",
@@ -80,6 +83,8 @@ def problem_of(name: str) -> str | None:
     if snake in FIELDS_OF_OTHERS:
         project, advice = FIELDS_OF_OTHERS[snake]
         return f"is a field of {project}, which would be ignored here; {advice}"
+    if other := difflib.get_close_matches(snake, _LONG, 1, 0.9):
+        return f"unknown field, which would be ignored; did you mean {other[0]} of {FIELDS_OF_OTHERS[other[0]][0]}?"
     meant = _closest_field(snake)
     return None if meant is None else f"unknown field, which would be ignored; did you mean {meant}?"
 

@@ -18,12 +18,8 @@ VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steerin
 MODULE_FIELDS: Mapping[str, str] = {"vectors": "base", "prefill_vectors": "prefill", "decode_vectors": "decode"}
 """Vector fields of modules and of ``/v1/steering/set`` by the fork's names."""
 REFUSED = REFUSALS["rhizonymph"][NAME]
-_SITE_KEYS = frozenset(
-    (
-        "layer", "hook", "dest_position", "source_run", "source_position", "source_module", "source_inline", "alpha",
-        "mask",
-    )
-)  # fmt: skip
+_SITE_KEYS = ("layer", "hook", "dest_position", "source_inline", "alpha")
+"""Keys of a patch that are served."""
 _NO_SOURCE = {
     "source_run": "runs are not kept; capture the source first and send its row as source_inline, or use "
     "/v1/steering/patch",
@@ -105,8 +101,11 @@ def read_patches(sites: Any, vectors: Any) -> list[dict[str, Any]]:
 
 
 def _patch(site: Any, rows: list[dict[str, Any]] | None, field: str) -> dict[str, Any]:
-    if not isinstance(site, Mapping) or not set(site) <= _SITE_KEYS:
-        raise SteeringError(field, f"must be an object with {', '.join(sorted(_SITE_KEYS))}, not {shown(site)}")
+    served = ", ".join(_SITE_KEYS)
+    if not isinstance(site, Mapping):
+        raise SteeringError(field, f"must be an object with {served}, not {shown(site)}")
+    if unknown := [name for name in site if name not in _SITE_KEYS and name not in _NO_SOURCE]:
+        raise SteeringError(field, f"unknown key {shown(unknown[0])}; use {served}")
     for name, advice in _NO_SOURCE.items():
         if site.get(name) is not None:
             raise SteeringError(f"{field}.{name}", advice)
