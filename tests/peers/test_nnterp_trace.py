@@ -178,6 +178,8 @@ def test_saved_values_compute_as_tensors(model: StandardizedTransformer) -> None
             len(saved[0])
         with pytest.raises(SteeringError, match="exists after the trace"):
             torch.stack(saved)
+        with pytest.raises(SteeringError, match="mean is not an operation of a trace; save the value"):
+            model.layers_output[1].mean(1)
         with pytest.raises(SteeringError, match="rows have no values within the trace"):
             bool(saved[0] == saved[1])
     rows = [each.value for each in saved]

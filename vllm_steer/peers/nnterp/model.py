@@ -58,9 +58,8 @@ class StandardizedTransformer(Engine):
         given = [layers] if is_integer(layers) else list(layers)
         for layer in given:
             if not is_integer(layer) or not -self.num_layers <= layer < self.num_layers:
-                raise SteeringError(
-                    field, f"{shown(layer)} is not a layer of this model, which has {self.num_layers} from 0"
-                )
+                has = f"this model has layers 0 to {self.num_layers - 1}"
+                raise SteeringError(field, f"layer {shown(layer)} does not exist; {has}")
         if not given:
             raise SteeringError(field, "is empty; name at least one layer")
         return [int(layer) % self.num_layers for layer in given]

@@ -28,7 +28,8 @@ def refuse(problem: str) -> NoReturn:
     if frame is None:
         raise SteeringError("trace", problem)
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    raise SteeringError("trace", f"line {frame.f_lineno}: {line[:MAX_LINE]}: {problem}")
+    where = ": ".join(filter(None, (f"line {frame.f_lineno}", line[:MAX_LINE])))  # a typed line may have no source
+    raise SteeringError("trace", f"{where}: {problem}")
 
 
 class Value:
@@ -55,6 +56,8 @@ class Value:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if self._value is None:
+            refuse(f"{name} is not an operation of a trace; save the value with save(), and use {name} after the trace")
         return getattr(self.value, name)
 
     def _compute(self, name: str, *args: Any) -> Any:
