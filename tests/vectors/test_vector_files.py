@@ -159,6 +159,16 @@ def test_refuses(case: str) -> None:
     assert words in str(refused.value)
 
 
+def test_arguments_of_other_types() -> None:
+    """Catches a path or a number that ends in a message about attributes."""
+    path: Any = "caa.npy"
+    with pytest.raises(SteeringError, match=r"^data: must be the content of a file, as of Path"):
+        read_vectors(path)
+    layers: Any = 13
+    with pytest.raises(SteeringError, match=r"^layers: must be a tuple of layers such as \(13,\), not 13"):
+        read_vectors(npy(V), Choice(layers=layers, point="post_block"))
+
+
 @cache
 def valid() -> tuple[bytes, ...]:
     files = [data for data, _, _ in READ.values()]

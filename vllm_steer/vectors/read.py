@@ -84,8 +84,13 @@ def read_vectors(
         command: The command that converts the file, for errors.
 
     Raises:
-        SteeringError: The file is damaged or not a vector file, or does not tell where its vectors belong.
+        SteeringError: The file is damaged or not a vector file, or does not tell where its vectors belong; or an argument
+            has another type.
     """
+    if not isinstance(data, (bytes, Container)):
+        raise SteeringError("data", f"must be the content of a file, as of Path(...).read_bytes(), not {shown(data)}")
+    if not isinstance(choice.layers, (tuple, list)):
+        raise SteeringError("layers", f"must be a tuple of layers such as (13,), not {shown(choice.layers)}")
     found = _find(open_container(data) if isinstance(data, bytes) else data)
     name = _choose(found.formats, choice, command)
     vectors: dict[tuple[PointName, int], Vector] = {}
