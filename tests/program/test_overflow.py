@@ -42,14 +42,14 @@ def beyond(dtype: str) -> float:
     return number
 
 
-def program_of(direction: np.ndarray, **fields: Any) -> Program:
-    """Return the program of an edit of a feature with this decoder direction."""
+def program_of(direction: np.ndarray, bias: float = 0.0, **fields: Any) -> Program:
+    """Return the program of an edit of a feature with this decoder direction and bias of the encoder."""
     edit = Edit(kind="feature", sae="x", feature=0, **AT, **fields)
     program = compile_program([edit], edit_paths=["steering[0]"])
     names: Any = SimpleNamespace(
         any_site=False,
         site=lambda *_: SaeSite(),
-        feature=lambda *_: FeatureVectors(direction.astype("f4"), ZEROS),
+        feature=lambda *_: FeatureVectors(direction.astype("f4"), ZEROS, bias),
     )
     return bind_names(program, names)
 
@@ -73,6 +73,14 @@ def test_features(dtype: str, form: str, sign: float) -> None:
     for number, refused in ((largest(dtype), False), (beyond(dtype), True)):
         with refusal(dtype, "feature") if refused else nullcontext():
             check(program_of(direction, **{form: number / 16}, strength=2.0), dtype)
+
+
+def test_bias_of_a_feature() -> None:
+    """Catches a feature that is set to 0 and thereby adds the encoder's bias, which overflows."""
+    check(program_of(np.eye(HIDDEN)[0], 1.5e19, set=0.0), "float32")
+    check(program_of(np.eye(HIDDEN)[0], 2e19, add=1.0), "float32")
+    with refusal("float32", "feature"):
+        check(program_of(np.eye(HIDDEN)[0], -2e19, set=0.0), "float32")
 
 
 @pytest.mark.parametrize("form", ["add", "set"])

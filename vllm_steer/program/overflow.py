@@ -253,7 +253,11 @@ def _norm(edit: CompiledEdit, program: Program, norms: dict[int, float], factor:
     """Return the norm that an edit adds to a row of zeros; 0 for edits that scale with the row."""
     if KIND_OF[edit.code] == "clamp":
         return abs(edit.strength * factor) * max(edit.low, -edit.high, 0.0)
-    return added_norm(edit, program, norms, factor)
+    norm = added_norm(edit, program, norms, factor)
+    if edit.feature is not None and edit.feature.sets:  # it subtracts the encoder's bias as a part of the activation
+        decoder = program.vector(edit.vectors[-1]).astype(np.float64)
+        norm += abs(edit.strength * factor * edit.feature.bias) * float(np.linalg.norm(decoder))
+    return norm
 
 
 def _growth(edit: CompiledEdit, program: Program, factor: float) -> float:

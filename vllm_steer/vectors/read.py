@@ -84,8 +84,8 @@ def read_vectors(
         command: The command that converts the file, for errors.
 
     Raises:
-        SteeringError: The file is damaged or not a vector file, or does not tell where its vectors belong; or an argument
-            has another type.
+        SteeringError: The file is damaged or not a vector file, or does not tell where its vectors belong; or an
+            argument has another type.
     """
     if not isinstance(data, (bytes, Container)):
         raise SteeringError("data", f"must be the content of a file, as of Path(...).read_bytes(), not {shown(data)}")
