@@ -173,7 +173,7 @@ def test_live_strengths() -> None:
         ([{"kind": "ablate", "strength": -1e5, "point": "mlp_in"}], "norms must stay below 1.6777e.07"),
         (
             [{"kind": "add", "strength": 1e7, "point": "mlp_in"}, {"kind": "add_normed", "strength": 1e4}],
-            r"up to 2\^72",
+            r"up to 2\^73",
         ),
         ([{"kind": "add", "strength": 1e7, "point": "mlp_in"}, {"kind": "add_normed", "strength": 1e1}], None),
         ([{"kind": "add", "strength": 1e7, "point": "mlp_in", "tokens": [i]} for i in range(40)], None),

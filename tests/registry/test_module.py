@@ -142,7 +142,7 @@ def test_parses_references_with_a_dose() -> None:
         ({"module": ["calm", 2], "dose": 1}, "m.module", "must be a module name"),
         ({"dose": 1}, "m.module", "is missing"),
         ({"name": "calm", "dose": 1}, "m", "unknown key 'name'; a reference has module and dose"),
-        ({"module": "calm", "live": "x"}, "m", "unknown key 'live'; a reference has module and dose. Other fields are"),
+        ({"module": "calm", "live": "x"}, "m", "unknown key 'live'; a reference has module and dose. For other fields"),
         ({"module": "calm", "scale": 2}, "m", 'has a scale; write it as in ["calm", 1.5]'),
         ({"module": "calm"}, "m.dose", 'is missing; write {"module": "calm", "dose": 0.5}'),
     ):

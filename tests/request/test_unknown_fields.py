@@ -80,6 +80,7 @@ def test_fields_of_vendors_pass() -> None:
         ("capture_hidden_states", "capture"),
         ("captureSpec", "capture"),
         ("output_residual_streams", "output_residual_stream of vllm-lens"),
+        ("output_residual", "output_residual_stream of vllm-lens"),
         ("apply_steering_vector", "apply_steering_vectors of vllm-lens"),
     ],
 )

@@ -56,7 +56,7 @@ _STREAM: Final = _Bound(2.0**64 * (1 - 2.0**-7), 2.0**24)
 lengthens a row by less than 2^-8."""
 _MLP: Final = _Bound(2.0**24, 2.0**10)
 """A gated MLP multiplies two projections of its input."""
-_MLP_GAIN: Final = 12.0
+_MLP_GAIN: Final = 13.0
 """Power of 2 of the norm that an MLP returns for an input of norm 1, which grows with the square of the input. It was
 2^12.2 for the worst direction that was found in a layer of SmolLM2-135M, and 2^3.5 for random ones."""
 _BOUNDS_OF_FLOAT16: Final = _Bound(2.0**16, 2.0**12, "float16"), _Bound(2.0**8, 2.0**6, "float16")
@@ -152,7 +152,9 @@ def _check_together(
     """Check the rows of tokens after all edits that they may have."""
     for size, met in _meetings(program, sizes, bound):
         if bound.reached(size) >= log2(bound.norm):
-            first = max(met, key=lambda index: (_blame(program, index, strengths), sizes[index].growth, sizes[index]))
+            first = max(
+                met, key=lambda index: (_priority(program, index, strengths), sizes[index].growth, sizes[index])
+            )
             raise _error(program, first, strengths, _explained(program, met, size, bound))
 
 
@@ -235,8 +237,8 @@ def _explained(program: Program, met: Collection[int], size: _Size, bound: _Boun
     return f"{what} may {longer}{bound.reached(size):.0f}; {limit}; {remedy}"
 
 
-def _blame(program: Program, index: int, strengths: Mapping[str, float] | None) -> tuple[bool, bool]:
-    """Return whether an edit's strength is new, and whether the request can change it."""
+def _priority(program: Program, index: int, strengths: Mapping[str, float] | None) -> tuple[bool, bool]:
+    """Return whether an edit's strength is new, and whether the request can change the edit; errors name such edits."""
     is_new = strengths is None or program.edits[index].live in strengths
     return is_new, not program.edit_source(index).startswith(GLOBAL_SOURCE)
 

@@ -113,7 +113,7 @@ def parse_reference(value: object, field: str) -> Reference:
         if unknown := [key for key in value if key not in DosedReferenceForm.__struct_fields__]:
             example = '{"kind": "add", "vector": {"module": "calm"}, ...}'
             problem = f"unknown key {shown(unknown[0])}; a reference has module and dose"
-            raise SteeringError(field, f"{problem}. Other fields are those of an edit in steering: {example}")
+            raise SteeringError(field, f"{problem}. For other fields, send an edit in steering: {example}")
         if missing := [key for key in DosedReferenceForm.__struct_fields__ if key not in value]:
             raise SteeringError(f"{field}.{missing[0]}", 'is missing; write {"module": "calm", "dose": 0.5}')
         reference = _parse_unscaled(value["module"], f"{field}.module")

@@ -83,7 +83,9 @@ def problem_of(name: str) -> str | None:
     if snake in FIELDS_OF_OTHERS:
         project, advice = FIELDS_OF_OTHERS[snake]
         return f"is a field of {project}, which would be ignored here; {advice}"
-    if other := difflib.get_close_matches(snake, _LONG, 1, 0.9):
+    # Comparing is slow, so one end has to be equal. Many names with "steer" resemble a field of this project as well.
+    others = [each for each in _LONG if each[:5] == snake[:5] or each[-5:] == snake[-5:]]
+    if others and (other := difflib.get_close_matches(snake, others, 1, 0.9 if "steer" in snake else 0.8)):
         return f"unknown field, which would be ignored; did you mean {other[0]} of {FIELDS_OF_OTHERS[other[0]][0]}?"
     meant = _closest_field(snake)
     return None if meant is None else f"unknown field, which would be ignored; did you mean {meant}?"

@@ -78,7 +78,7 @@ class FormNames:
 def too_many_names(names: Collection[str], field: str) -> SteeringError | None:
     """Return the error for an object with more names than can be compared with our fields, or None.
 
-    Comparing takes up to 40 microseconds per name, and time for each character.
+    Comparing takes some tens of microseconds per name, and time for each character.
     """
     if len(names) > MAX_NAMES:
         return SteeringError(field, f"has {len(names)} names that are not fields; at most {MAX_NAMES} are allowed")
