@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from tests.taps import two_summands
+from tests.taps import random_writes, two_summands
 from tests.taps.infinite import wrong_rows
 from tests.taps.random_batches import compare_rows
 from tests.taps.random_heads import differences
@@ -41,6 +41,7 @@ def main() -> None:
         different += filter(None, [compare_rows(seed, device, 12, 9) for seed in range(6)])
         different += filter(None, [wrong_rows(launch_tap, with_other, device) for with_other in (False, True)])
         different += filter(None, [two_summands.wrong_rows(launch_tap, torch.float16, device)])
+        different += filter(None, [random_writes.wrong_tables(seed) for seed in range(4)])
         different += differences(launch_top_k, device)
         for size, picked in product(SIZES, (False, True)):
             if not (off := max_error(launch_products, size, picked, device)) < MAX_ERROR:

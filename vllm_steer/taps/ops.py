@@ -44,11 +44,19 @@ def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
     """
     if tables.device.type != "cuda":
         return DeviceOps()
-    from vllm_steer.taps import assignment_kernel, projection_kernel, records_kernel, tap_kernel, top_k_kernel
+    from vllm_steer.taps import (
+        assignment_kernel,
+        projection_kernel,
+        records_kernel,
+        row_write_kernel,
+        tap_kernel,
+        top_k_kernel,
+    )
 
     tap_kernel.warm_up(tables, dtype)
     assignment_kernel.warm_up(tables)
     records_kernel.warm_up(tables)
+    row_write_kernel.warm_up(tables.device)
     products = products_at
     if projection_kernel.is_supported(tables.device, dtype):
         products = projection_kernel.launch_products
