@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from vllm_steer.compat.stages import CPU_LORA, GRAPHS, LIFECYCLE, MODEL, STARTUP, front_end_joins
+from vllm_steer.compat.stages import BUSY_LOOPS, CPU_LORA, GRAPHS, LIFECYCLE, MODEL, STARTUP, front_end_joins
 from vllm_steer.compat.wraps import How
 
 
@@ -371,7 +371,7 @@ _JOINED: Final = {
     join.method: Seam(
         join.method, Kind.OVERRIDE if join.how is How.OVERRIDE else Kind.WRAP, "vllm_steer/compat/stages.py", join.runs
     )
-    for join in (*STARTUP, *front_end_joins(), *LIFECYCLE, *MODEL, *CPU_LORA, *GRAPHS)
+    for join in (*STARTUP, *front_end_joins(), *LIFECYCLE, *MODEL, *CPU_LORA, *BUSY_LOOPS, *GRAPHS)
     if join.method.startswith("vllm.")
 }
 

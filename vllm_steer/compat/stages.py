@@ -20,6 +20,7 @@ a plugin interface of vLLM
 ``OutputProcessor``                   outputs have no field for captured rows; their state has to follow each sample
 ``RequestOutput.add``                 merging outputs would lose captured rows
 ``StatLoggerManager``                 vLLM loads stat logger plugins in ``AsyncLLM`` only
+``run_busy_loop``, ...                all frames of a step need room in Python's stack
 ``AsyncLLM.shutdown``                 API servers would close their connection to the engine ahead of their streams
 ``run_batch``, ``run_request``        lines of a batch file do not pass through the server's middleware
 ``CompletionStreamResponse``, ...     chunks of streams have no fields for readouts
@@ -242,7 +243,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
 )
 """Stages of a request, in order. ``OVERRIDE`` rows are subclasses and wrap nothing; the others are wrapped in front
 ends when the configuration of an engine with steering is made. Engine and worker processes wrap only :data:`LOGGING`,
-:data:`MODEL` and :data:`GRAPHS`."""
+:data:`BUSY_LOOPS`, :data:`MODEL`, :data:`CPU_LORA` and :data:`GRAPHS`."""
 
 LIFECYCLE: tuple[Join, ...] = (
     *_overrides(_WORKER, _STEERING_WORKER, "init_device load_model sleep wake_up compile_or_warm_up_model"),
@@ -280,6 +281,15 @@ CPU_LORA: tuple[Join, ...] = tuple(
 )
 """Replaced in workers on CPUs that serve LoRA adapters."""
 
+BUSY_LOOPS: tuple[Join, ...] = tuple(
+    Join(method, AROUND, "vllm_steer.engine.python_stack:run_loop", only_if_imported=True)
+    for method in (
+        "vllm.v1.engine.core:EngineCoreProc.run_busy_loop",
+        "vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop",
+        "vllm.v1.executor.multiproc_executor:WorkerProc.worker_busy_loop",
+    )
+)
+"""Wrapped in engine and worker processes before they begin to serve."""
 
 GRAPHS: tuple[Join, ...] = (
     Join(

@@ -23,7 +23,7 @@ from vllm_steer.compat.internals import (
     current_platform,
     get_hash_fn_by_name,
 )
-from vllm_steer.compat.stages import LOGGING
+from vllm_steer.compat.stages import BUSY_LOOPS, LOGGING
 from vllm_steer.compat.wraps import install
 from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.admission import REFUSED, AdmissionController, most_rows, rows_for
@@ -395,6 +395,6 @@ class SteeringAsyncScheduler(SteeringSchedulerMixin, AsyncScheduler):  # type: i
 
 def make_scheduler(*args: Any, **kwargs: Any) -> Any:
     """Return the scheduler that vLLM would choose, with steering. vLLM's ``scheduler_cls`` names this function."""
-    install(LOGGING)
+    install((*LOGGING, *BUSY_LOOPS))
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
     return (SteeringAsyncScheduler if is_async else SteeringScheduler)(*args, **kwargs)

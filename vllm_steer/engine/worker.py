@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from vllm_steer.compat.internals import current_platform
-from vllm_steer.compat.stages import CPU_LORA, LOGGING
+from vllm_steer.compat.stages import BUSY_LOOPS, CPU_LORA, LOGGING
 from vllm_steer.compat.wraps import install
 from vllm_steer.config import has_worker_processes
 from vllm_steer.engine.model_output import attach_failed, attach_stats
@@ -50,7 +50,7 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
     _saved: SavedState | None = None
 
     def init_device(self) -> None:
-        install(LOGGING)
+        install((*LOGGING, *BUSY_LOOPS))
         if current_platform.is_cpu() and self.vllm_config.lora_config is not None:
             install(CPU_LORA)
         if has_worker_processes(self.vllm_config):
