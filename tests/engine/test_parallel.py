@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,6 +122,11 @@ def test_delivers_each_row_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(sent) == len(set(sent)) == 3 * LAYERS * (99 + 3)
 
 
+def test_workers_run_in_a_large_chunk(llm: Any) -> None:
+    """Catches workers whose busy loop began before it was wrapped."""
+    assert all("run_loop" in names for names in llm.collective_rpc(_functions_on_stack))
+
+
 @pytest.mark.feature("dummy batches of data parallel ranks", "steer", "capture")
 def test_dummy_batches_change_nothing(llm: Any, truth: list[Any]) -> None:
     """Catches a dummy batch that steers, captures, or leaves its rows to the next real step."""
@@ -165,6 +171,15 @@ def test_features_and_lens_match_one_rank(llm: Any, on_one_rank: tuple[list[Any]
 
 def _clear_state(worker: Any) -> None:
     worker.model_runner.steering.tables.carry.zero_()
+
+
+def _functions_on_stack(_: Any) -> list[str]:
+    frame: Any = sys._getframe()
+    names = []
+    while frame:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 def _states(worker: Any) -> Any:
