@@ -9,7 +9,7 @@ import pytest
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINTS
-from vllm_steer.site_names import FOREIGN_NAMES, find_foreign_site, site
+from vllm_steer.site_names import FOREIGN_NAMES, find_foreign_site, similar_name, site
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,23 @@ def test_inexact_names_are_refused_with_our_point(name: str) -> None:
         site(name)
     assert "has no layer" not in str(caught.value)
     assert "None" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("blocks.3.hook_resid_pst", "blocks.3.hook_resid_post"),
+        ("layers_ouput[3]", "layers_output.3"),
+        ("model.layers[3].outptu", "layers.3.output"),
+        ("residpost", "resid_post"),
+        ("hook_resid", None),
+        ("put[3]", None),
+        ("something else", None),
+    ],
+)
+def test_misspelt_names(text: str, meant: str | None) -> None:
+    """Catches a suggestion of another place, a suggestion without the text's layer, and no suggestion."""
+    assert similar_name(text) == meant
+    with pytest.raises(SteeringError) as refusal:
+        site(text)
+    assert str(refusal.value).endswith(f"; did you mean {meant}?" if meant else "blocks.10.hook_resid_post")

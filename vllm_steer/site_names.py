@@ -4,6 +4,7 @@
 One table serves the parsers of request fields, :func:`site`, error messages and docs/reference/points.md.
 """
 
+import difflib
 import re
 from dataclasses import dataclass
 
@@ -134,6 +135,9 @@ _INDEX = re.compile(r"\[(-?[0-9]{1,9})\]")
 _MODEL_PREFIX = re.compile(r"\A(?:(?:model|base_model|language_model|transformer|gpt_neox|decoder)\.)+")
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 _MAX_CHARS = 128
+_LIKENESS = 0.92
+"""Least likeness of a misspelling. Names of neighbouring places such as ``hook_resid_pre`` and ``hook_resid_post``, and
+``layers_input`` and ``layers_output``, are less alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +191,20 @@ def find_foreign_site(text: str) -> ForeignSite | None:
     return ForeignSite(name, name.point, layer, number)
 
 
+def similar_name(text: str) -> str | None:
+    """Return the name in another library of which a text could be a misspelling, with the text's number; else None.
+
+    Args:
+        text: For example ``blocks.3.hook_resid_pst``, for which this is ``blocks.3.hook_resid_post``.
+    """
+    if len(text) > _MAX_CHARS:  # comparing takes quadratic time
+        return None
+    template, number = _split(text)
+    numbered = [each for each in _NAMES if ("{i}" in each) == (number is not None)]
+    found = difflib.get_close_matches(template, numbered, 1, _LIKENESS)
+    return found[0].replace("{i}", str(number)) if found else None
+
+
 def site(name: str, *, num_layers: int | None = None, parallel: bool = False) -> tuple[PointName, int]:
     """Return the hook point and the layer of a site, given by a name of this or of another library.
 
@@ -215,6 +233,9 @@ def site(name: str, *, num_layers: int | None = None, parallel: bool = False) ->
     template, number = _split(name[:_MAX_CHARS])
     own = next((point for point in POINT_NAMES if template == f"{point}.{{i}}"), None)
     if found is None and own is None:
+        similar = similar_name(name)
+        if similar is not None:
+            raise SteeringError("site", f"{shown} is not the name of a site; did you mean {similar}?")
         hint = "write {point}.{layer} such as post_block.10, or a name as in other libraries: blocks.10.hook_resid_post"
         raise SteeringError("site", f"{shown} is not the name of a site; {hint}")
     if number is not None and number < 0:

@@ -48,6 +48,15 @@ def test_writes_rows_at_flush(device: str, shape: tuple[int, ...], dtype: torch.
     assert not table.any()
 
 
+@pytest.mark.parametrize("row", [-1, 6])
+def test_rows_outside_the_table(row: int) -> None:
+    """Catches a row that the kernel would write into the memory beside the table."""
+    writer = PinnedTableWriter(torch.zeros(6, 3))
+    with pytest.raises(IndexError, match=f"row {row} is outside the table of 6 rows"):
+        writer.put(row, np.zeros(3, "<f4"))
+    assert not writer.values
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_writes_all_tables(device: str) -> None:
     """Catches values of one table in another, and a row of odd length that shifts the parts behind it."""

@@ -102,6 +102,15 @@ def test_assigned_sites_are_refused(model: StandardizedTransformer) -> None:
         model.layers_output[1].output = torch.zeros(1)
 
 
+def test_misspelt_attributes(model: StandardizedTransformer) -> None:
+    """Catches an error without the name that is meant, of a site or of a method."""
+    for name, meant in {"layers_ouput": "layers_output", "project_on_vocb": "project_on_vocab"}.items():
+        with pytest.raises(AttributeError, match=f"has no attribute {name}; did you mean {meant}\\?"):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match=r"has no attribute something$"):
+        _ = model.something
+
+
 def test_rows_are_written_once(model: StandardizedTransformer) -> None:
     """Catches ``rows += vector``, which assigns the rows to themselves, as a second write or a refusal."""
     with model.trace(TOKENS) as tracer:

@@ -52,6 +52,11 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: edit(kind="ablation"), "kind: 'ablation' is not valid", "it is ablate here"),
     (lambda: edit(kind="clmap"), "kind: 'clmap' is not valid", "did you mean clamp?"),
     (lambda: edit(point="post_blok"), "point: 'post_blok' is not a hook point", "did you mean post_block?"),
+    (
+        lambda: edit(point="blocks.1.hook_resid_pst"),
+        "point: 'blocks.1.hook_resid_pst' is not a hook point",
+        "did you mean blocks.1.hook_resid_post?",
+    ),
     (lambda: edit(point="POST_BLOCK"), "point: 'POST_BLOCK' is not a hook point", "did you mean post_block?"),
     (lambda: edit(point="ln2.hook_normalized"), "point: 'ln2.hook_normalized'", "the nearest is mlp_in"),
     (lambda: edit(point="blocks.3.hook_mlp_in"), "point: ", "the nearest is post_attn of layer 3"),

@@ -109,14 +109,14 @@ REFUSED: dict[str, tuple[bytes, Choice, str]] = {
     "one vector": (npy(V), Choice(), "--layer N --point"),
     "one vector without a point": (npy(V), Choice(layers=(1,)), "--point"),
     "one vector at two layers": (npy(V), Choice(layers=(1, 2), point="post_block"), "one vector; give one layer"),
-    "a matrix": (npy(ROWS), Choice(), "convert FILE OUT.safetensors --format hidden-states|rows"),
+    "a matrix": (npy(ROWS), Choice(), "OUT.safetensors --format FORMAT (FORMAT: hidden-states or rows)"),
     "hidden states without a layer": (npy(ROWS), Choice("hidden-states"), "--layer N"),
     "the row after the final norm": (npy(ROWS), Choice("hidden-states", (3,)), "3 is not in the file"),
     "numbers": (save({"5": V, "6": V}), Choice(), "hook point is not in the file"),
     "svec": (svec(**{"3": V.tolist()}), Choice(), "hook point is not in the file"),
     "svec with rows": (svec(**{"3": [V.tolist()] * 2}), Choice(point="pre_attn"), "has 2 rows"),
     "svec with a name": (svec(a=V.tolist()), Choice(point="pre_attn"), "not the number of a layer"),
-    "the generator's file": ((DATA / "cvector-generator.gguf").read_bytes(), Choice(), "|cvector-generator"),
+    "the generator's file": ((DATA / "cvector-generator.gguf").read_bytes(), Choice(), " or cvector-generator)"),
     "hidden_states": (save({"hidden_states.4": V}), Choice(), "final norm"),
     "another point": (save({"layers.4": V}), Choice(point="pre_attn"), "the file has post_block"),
     "another format": (save({"layers.4": V}), Choice("svec"), "has the content of sites"),
@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[bytes, Choice, str]] = {
     "a layer twice": (save({"layers.4": V, "resid_post.4": V}), Choice(), "second vector"),
     "a layer beyond all": (npy(V), Choice(layers=(1 << 20,), point="post_block"), "must be 0 to 4095"),
     "a negative layer": (npy(V), Choice(layers=(-1,), point="post_block"), "layer: must be 0 to 4095, not -1"),
-    "options so far": (npy(V), Choice("vector", (7,)), "OUT.safetensors --format vector --layer 7 --point pre_attn|"),
+    "options so far": (npy(V), Choice("vector", (7,)), "--format vector --layer 7 --point POINT (POINT: pre_attn or"),
     "the row of the embedding": (npy(ROWS), Choice("hidden-states", (-1,)), "layer: must be 0"),
     "unknown names": (save({"foo1": V, "bar2": V}), Choice(), "not the name of a site"),
     "an autoencoder": (save({"W_dec": ROWS, "b_dec": V}), Choice(), "--steering-sae"),
@@ -259,7 +259,7 @@ def test_command_errors(tmp_path: Path) -> None:
     one, out = tmp_path / "one.npy", tmp_path / "x.gguf"
     shown = convert(one, out, "--layer", 7, status=1).replace("\n", "")
     assert "one.npy: file: has the format vector" in shown
-    assert f"vllm-steer convert {one} {out} --layer 7 --point pre_attn|" in shown
+    assert f"vllm-steer convert {one} {out} --layer 7 --point POINT (POINT: pre_attn or" in shown
 
 
 def test_the_registry_reads_every_file(tmp_path: Path) -> None:

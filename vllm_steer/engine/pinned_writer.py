@@ -28,7 +28,13 @@ class PinnedTableWriter:
         self.values: dict[int, Any] = {}
 
     def put(self, row: int, value: Any) -> None:
-        """Set one row of the table to ``value``, an array or sequence with the shape of a row."""
+        """Set one row of the table to ``value``, an array or sequence with the shape of a row.
+
+        Raises:
+            IndexError: The table has no such row. The kernel that writes it does not look.
+        """
+        if not 0 <= row < self.table.shape[0]:
+            raise IndexError(f"row {row} is outside the table of {self.table.shape[0]} rows")
         self.values[row] = value
 
     def stack(self, out: Any) -> None:

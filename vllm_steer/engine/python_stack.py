@@ -5,7 +5,7 @@ CPython keeps the frames of a thread in chunks of 16 KiB. A call whose frame doe
 operating system, and gives it back when it returns (``push_chunk`` and ``_PyThreadState_PopFrame`` in CPython's
 ``Python/pystate.c``, 3.11 to 3.13). The compiled ``forward`` of a model has frames of several KiB: a local for each
 weight, and for each value that passes from one piece of a CUDA graph to the next. With many layers the end of the
-chunk falls within the calls that these frames make, and then every attention call maps memory, has a page fault and
+chunk can fall within the calls that these frames make, and then every attention call maps memory, has a page fault and
 unmaps the memory. Taps add locals, so they can move the end there.
 """
 

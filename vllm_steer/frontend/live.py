@@ -137,9 +137,12 @@ def check_strengths(
     if context is not None and sample.readouts is not None:
         registry, program = context.registry, sample.readouts.program
         check_magnitude(program, registry.max_norm, strengths=checked, streams_at=registry.streams_at)
-        check_overflow(
-            program, context.capabilities.dtype, context.capabilities.num_layers, checked, sample.live_strengths
-        )
+        dtype, num_layers = context.capabilities.dtype, context.capabilities.num_layers
+        # Samples differ if an earlier change was of one of them, as by a controller.
+        in_force = [each.sample.live_strengths for each in found]
+        for number, strengths_before in enumerate(in_force):
+            if strengths_before not in in_force[:number]:
+                check_overflow(program, dtype, num_layers, checked, strengths_before)
     for each in found:
         each.sample.live_strengths.update(checked)
     return found, checked

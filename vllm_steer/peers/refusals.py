@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
@@ -151,7 +152,17 @@ def refuse_names(names: Iterable[str], refused: Mapping[str, str], default: str 
             raise SteeringError(name, reason)
 
 
-def refuse_attribute(owner: object, name: str, refused: Mapping[str, str]) -> NoReturn:
-    """Raise SteeringError for a refused name, and AttributeError for another."""
+def refuse_attribute(owner: object, name: str, refused: Mapping[str, str], names: Iterable[str] = ()) -> NoReturn:
+    """Raise SteeringError for a refused name, and AttributeError for another.
+
+    Args:
+        owner: The object.
+        name: The name.
+        refused: Reasons by refused name.
+        names: Attributes that ``dir(owner)`` does not list, for suggestions.
+    """
     refuse_names([name], refused)
-    raise AttributeError(f"{type(owner).__name__} has no attribute {name}")
+    known = () if name.startswith("_") else {*dir(owner), *names}
+    similar = difflib.get_close_matches(name, known, 1, 0.75)
+    hint = f"; did you mean {similar[0]}?" if similar else ""
+    raise AttributeError(f"{type(owner).__name__} has no attribute {name}{hint}")

@@ -113,7 +113,7 @@ def _choose(formats: tuple[str, ...], choice: Choice, command: str) -> str:
         raise SteeringError("format", f"{given} does not fit the file, which has the content of {' or '.join(formats)}")
     if given is None and len(formats) > 1:
         meanings = ", or ".join(f"{name}: {FORMATS[name].numbering}" for name in formats)
-        advice = f"choose with {command} --format {'|'.join(formats)}{choice}"
+        advice = f"choose with {command} --format FORMAT{choice} (FORMAT: {' or '.join(formats)})"
         raise SteeringError("file", f"can mean several things ({meanings}); {advice}")
     return given or formats[0]
 
@@ -145,9 +145,10 @@ def _check_told(name: str, choice: Choice, point: PointName | None, named: set[P
     for layer in layers:
         read_integer(layer, 0, MAX_LAYERS - 1, "layer")
     needed = " --layer N" * (form.needs_layer and not layers)
-    needed += "" if named or point else f" --point {'|'.join(POINT_NAMES)}"
+    needed += " --point POINT" * (not (named or point))
     if needed:
-        advice = f"tell it with {command}{choice}{needed}"
+        points = f" (POINT: {' or '.join(POINT_NAMES)})" * (not (named or point))
+        advice = f"tell it with {command}{choice}{needed}{points}"
         raise SteeringError("file", f"has the format {name}: {form.numbering}; {advice}")
     if named and point and named != {point}:
         raise SteeringError("point", f"is {point}, but the file has {' and '.join(sorted(named))}; omit it")

@@ -19,6 +19,7 @@ from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
+from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.live import EndedRequestError, LiveSample, set_strength
 from vllm_steer.frontend.sample_state import RunningCapture, SampleState
 from vllm_steer.program import compile_program
@@ -174,3 +175,17 @@ async def test_overflow(strength: float, status: int) -> None:
     assert response.status_code == status
     if status == 400:
         assert "overflows float32" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("first", ["sample", "second"])
+async def test_strengths_in_force_in_any_sample(first: str) -> None:
+    """Catches a check against the first sample alone, when an earlier change was of another sample."""
+    engine, second = FakeEngine(0.0), FakeEngine(0.0)
+    states = engine.output_processor.request_states
+    states["second"] = second.output_processor.request_states["sample"]
+    states["second"]._steering_sample.live_strengths["turn"] = 1e5
+    samples = [LiveSample(name, SAMPLE.live_id) for name in sorted(states, key=first.__ne__)]
+    with pytest.raises(SteeringError, match="overflow"):
+        await set_strength(engine, "one", samples, {"push": 1e15})
+    assert states["sample"]._steering_sample.live_strengths == {}
+    await set_strength(engine, "one", [LiveSample("sample", SAMPLE.live_id)], {"push": 1e15})

@@ -312,4 +312,4 @@ class StandardizedTransformer(Engine):
             if self._tracer is None:
                 raise SteeringError(name, "is read and written within model.trace")
             return Sites(self._tracer, name)
-        refuse_attribute(self, name, REFUSALS["nnterp"][MODEL])
+        refuse_attribute(self, name, REFUSALS["nnterp"][MODEL], SITES)
