@@ -139,10 +139,8 @@ def check_strengths(
         check_magnitude(program, registry.max_norm, strengths=checked, streams_at=registry.streams_at)
         dtype, num_layers = context.capabilities.dtype, context.capabilities.num_layers
         # Samples differ if an earlier change was of one of them, as by a controller.
-        in_force = [each.sample.live_strengths for each in found]
-        for number, strengths_before in enumerate(in_force):
-            if strengths_before not in in_force[:number]:
-                check_overflow(program, dtype, num_layers, checked, strengths_before)
+        for in_force in {frozenset(each.sample.live_strengths.items()) for each in found}:
+            check_overflow(program, dtype, num_layers, checked, dict(in_force))
     for each in found:
         each.sample.live_strengths.update(checked)
     return found, checked

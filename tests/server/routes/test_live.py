@@ -20,6 +20,7 @@ from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
+from vllm_steer.frontend import live
 from vllm_steer.frontend.live import EndedRequestError, LiveSample, set_strength
 from vllm_steer.frontend.sample_state import RunningCapture, SampleState
 from vllm_steer.program import compile_program
@@ -189,3 +190,15 @@ async def test_strengths_in_force_in_any_sample(first: str) -> None:
         await set_strength(engine, "one", samples, {"push": 1e15})
     assert states["sample"]._steering_sample.live_strengths == {}
     await set_strength(engine, "one", [LiveSample("sample", SAMPLE.live_id)], {"push": 1e15})
+
+
+async def test_samples_with_equal_strengths_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a check for each of thousands of samples, during which the server answers nobody."""
+    engine, checked = FakeEngine(0.0), []
+    monkeypatch.setattr(live, "check_overflow", lambda *arguments: checked.append(arguments[-1]))
+    samples = [LiveSample(f"sample {number}", SAMPLE.live_id) for number in range(300)]
+    states = engine.output_processor.request_states
+    states.update({each.engine_id: FakeEngine(0.0).output_processor.request_states["sample"] for each in samples})
+    states["sample 7"]._steering_sample.live_strengths["turn"] = 2.0
+    live.check_strengths(engine, "one", samples, {"push": 1.0})
+    assert sorted(checked, key=len) == [{}, {"turn": 2.0}]
