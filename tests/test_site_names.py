@@ -125,6 +125,7 @@ def test_inexact_names_are_refused_with_our_point(name: str) -> None:
         ("layers_ouput[3]", "layers_output.3"),
         ("model.layers[3].outptu", "layers.3.output"),
         ("residpost", "resid_post"),
+        ("layers.post_attention_layernorm.input", None),
         ("hook_resid", None),
         ("put[3]", None),
         ("something else", None),

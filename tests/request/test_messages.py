@@ -57,6 +57,7 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
         "point: 'blocks.1.hook_resid_pst' is not a hook point",
         "did you mean blocks.1.hook_resid_post?",
     ),
+    (lambda: edit(point="atn_out.1"), "point: 'atn_out.1' is not a hook point", "did you mean attn_out.1?"),
     (lambda: edit(point="POST_BLOCK"), "point: 'POST_BLOCK' is not a hook point", "did you mean post_block?"),
     (lambda: edit(point="ln2.hook_normalized"), "point: 'ln2.hook_normalized'", "the nearest is mlp_in"),
     (lambda: edit(point="blocks.3.hook_mlp_in"), "point: ", "the nearest is post_attn of layer 3"),

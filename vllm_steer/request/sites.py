@@ -13,7 +13,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.request.field_types import any_of
-from vllm_steer.request.scalars import closest, did_you_mean, is_integer, read_choice, shown
+from vllm_steer.request.scalars import did_you_mean, is_integer, read_choice, shown
 from vllm_steer.site_names import find_foreign_site, similar_name
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def read_site(value: object, field: str, example: str = "") -> tuple[PointName, 
         if found.point is None or not found.name.accepted or (found.number or 0) < 0:
             raise SteeringError(field, f"{shown(value)} {found.problem}")
         return found.point, None if found.layer is None else read_layer(found.layer, field)
-    if isinstance(value, str) and closest(value, POINT_NAMES) is None and (similar := similar_name(value)) is not None:
+    if isinstance(value, str) and (similar := similar_name(value)) is not None:
         known = ", ".join(POINT_NAMES)
         raise SteeringError(field, f"{shown(value)} is not a hook point; use one of {known}; did you mean {similar}?")
     return read_choice(value, POINT_NAMES, field, what="a hook point"), None
