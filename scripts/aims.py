@@ -114,17 +114,19 @@ def serve(
     """Return an aim for a figure of ``benchmarks/serve.py``."""
 
     def figure(fits: Fits) -> Figure | None:
-        values, sources = {}, []
-        for name in names(f"gpu-serve*{shape}*.json"):
-            result = read(name)
+        newest: dict[str, tuple[float, tuple[str, dict[str, Any]]]] = {}
+        sources = [(name, read(name)) for name in names(f"gpu-serve*{shape}*.json")]
+        for source in sorted(sources, key=lambda each: date_of(each[1])):
+            result = source[1]
             if result["shape"] != shape or not fits("server", result):
                 continue
-            found = {str(each["concurrency"]): value for each in result["figures"] if each["way"] == way
-                     and (value := _served(result, each, key)) is not None
-                     and concurrency in (None, each["concurrency"])}  # fmt: skip
-            values |= dict(sorted(found.items(), key=lambda item: int(item[0])))
-            sources += [(name, result)] if found else []
-        return Figure(values, sources) if values else None
+            for each in result["figures"]:
+                value = _served(result, each, key) if each["way"] == way else None
+                if value is not None and concurrency in (None, each["concurrency"]):
+                    newest[str(each["concurrency"])] = value, source
+        values = {number: newest[number][0] for number in sorted(newest, key=int)}
+        used = {source[0]: source for _, source in newest.values()}
+        return Figure(values, list(used.values())) if values else None
 
     what = {"idle": "no steering", "vector": "own vector in each body", "probes": "16 probes, memory consumer",
             "readouts": "16 probes, streamed", "gate": "gate of one probe, streamed",
