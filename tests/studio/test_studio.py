@@ -116,7 +116,7 @@ def test_a_strength_is_sent_that_moved_before_the_stream_began(opened: Opened) -
     late = page.get_by_text("from the next run")
     expect(late).to_have_count(0)
     page.get_by_role("button", name="Add module").click()
-    page.get_by_role("slider", name="mood").last.fill("2")
+    page.get_by_role("slider", name="mood").nth(1).fill("2")
     expect(late).to_have_count(1)
     sent: list[str] = []
     page.on("request", lambda request: sent.append(request.post_data or "") if "/requests/" in request.url else None)
