@@ -109,6 +109,8 @@ def test_misspelt_attributes(model: StandardizedTransformer) -> None:
             getattr(model, name)
     with pytest.raises(AttributeError, match=r"has no attribute something$"):
         _ = model.something
+    with pytest.raises(AttributeError, match=r"has no attribute trace$"):
+        StandardizedTransformer.__getattr__(model, "trace")
 
 
 def test_rows_are_written_once(model: StandardizedTransformer) -> None:

@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import difflib
 import enum
 import json
 import math
@@ -247,6 +248,19 @@ def test_names_of_sites_in_other_libraries():
     named = Edit(kind="add", point="blocks.3.hook_resid_post", vector=[1.0, 2.0])
     assert named == Edit(kind="add", point="post_block", layers=3, vector=[1.0, 2.0])
     assert named == Edit(kind="add", point="resid_post", layers=[3], vector=[1.0, 2.0])
+
+
+@pytest.mark.parametrize("point", [*POINT_NAMES, "layers_output[2]"])
+def test_valid_points_are_not_compared_with_other_names(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a search for similar names in each of thousands of valid edits."""
+
+    def compare(*_: Any, **__: Any) -> list[str]:
+        raise AssertionError("names are compared")
+
+    monkeypatch.setattr(difflib, "get_close_matches", compare)
+    assert make(point=point).layers == (2,)
+    with pytest.raises(AssertionError, match="names are compared"):
+        make(point="blocks.2.hook_resid_pst")
 
 
 @pytest.mark.parametrize(

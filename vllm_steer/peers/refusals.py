@@ -162,7 +162,8 @@ def refuse_attribute(owner: object, name: str, refused: Mapping[str, str], names
         names: Attributes that ``dir(owner)`` does not list, for suggestions.
     """
     refuse_names([name], refused)
-    known = () if name.startswith("_") else {*dir(owner), *names}
-    similar = difflib.get_close_matches(name, known, 1, 0.75)
+    known = {*dir(owner), *names}
+    # A property that raises AttributeError comes here too.
+    similar = [] if name.startswith("_") or name in known else difflib.get_close_matches(name, known, 1, 0.75)
     hint = f"; did you mean {similar[0]}?" if similar else ""
     raise AttributeError(f"{type(owner).__name__} has no attribute {name}{hint}")

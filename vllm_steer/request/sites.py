@@ -76,13 +76,16 @@ def read_site(value: object, field: str, example: str = "") -> tuple[PointName, 
         raise SteeringError(
             field, f"the outer keys are hook points and the inner ones layers, as in {example}, not {shown(value)}"
         )
-    if isinstance(value, str) and value not in POINT_NAMES and (found := find_foreign_site(value)) is not None:
-        if found.point is None or not found.name.accepted or (found.number or 0) < 0:
-            raise SteeringError(field, f"{shown(value)} {found.problem}")
-        return found.point, None if found.layer is None else read_layer(found.layer, field)
-    if isinstance(value, str) and (similar := similar_name(value)) is not None:
-        known = ", ".join(POINT_NAMES)
-        raise SteeringError(field, f"{shown(value)} is not a hook point; use one of {known}; did you mean {similar}?")
+    if isinstance(value, str) and value not in POINT_NAMES:
+        if (found := find_foreign_site(value)) is not None:
+            if found.point is None or not found.name.accepted or (found.number or 0) < 0:
+                raise SteeringError(field, f"{shown(value)} {found.problem}")
+            return found.point, None if found.layer is None else read_layer(found.layer, field)
+        if (similar := similar_name(value)) is not None:
+            known = ", ".join(POINT_NAMES)
+            raise SteeringError(
+                field, f"{shown(value)} is not a hook point; use one of {known}; did you mean {similar}?"
+            )
     return read_choice(value, POINT_NAMES, field, what="a hook point"), None
 
 

@@ -193,7 +193,7 @@ async def test_strengths_in_force_in_any_sample(first: str) -> None:
 
 
 async def test_samples_with_equal_strengths_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a check for each of thousands of samples, during which the server answers nobody."""
+    """Catches a check for each of thousands of samples, which keeps the event loop from other requests."""
     engine, checked = FakeEngine(0.0), []
     monkeypatch.setattr(live, "check_overflow", lambda *arguments: checked.append(arguments[-1]))
     samples = [LiveSample(f"sample {number}", SAMPLE.live_id) for number in range(300)]
